@@ -46,7 +46,6 @@ class AttemptRecord(msgspec.Struct, frozen=True, kw_only=True):
         attempt: the attempt's id. In a flow it is the flow run's id, which all its attempts share;
             in a script it is random.
         by: user and machine of its driver: ``user@host``.
-        at: time of the take-over: ISO 8601, UTC.
         storage: the mark of the storage at that time.
     """
 
@@ -78,10 +77,8 @@ class Fence:
         return self._newest_number() == self.number
 
     def check(self, consequence: str) -> None:
-        """Raise if the attempt may not commit. Two small requests if it may.
-
-        Args:
-            consequence: start of the error message: the action that is not done then.
+        """Raise if the attempt may not commit. Two small requests if it may. `consequence` begins
+        the error message: the action that is not done then.
 
         Raises:
             Superseded: a later attempt has taken over; says which one, by whom and when.

@@ -58,13 +58,12 @@ class Intent(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class SweptUpload:
-    """The leftovers of one upload, which a sweep has deleted.
+    """The leftovers of one upload, which a sweep has deleted: complete files, and partially
+    uploaded ones.
 
     Attributes:
         uuid: the checkpoint's uuid, or None for other files of the trial.
         writer: `Manifest.writer` of the upload, or None if not known.
-        files: number of complete files.
-        uploads: number of partially uploaded files.
     """
 
     uuid: str | None
@@ -83,20 +82,14 @@ class SweptUpload:
 
 
 def sweep(
-    storage: Storage,
-    trial: str,
-    references: Callable[[], References],
-    number: int | None = None,
+    storage: Storage, trial: str, references: Callable[[], References], number: int | None = None
 ) -> list[SweptUpload]:
-    """Delete the leftovers of a trial's uploads, and return them.
+    """Delete the leftovers of a trial's uploads, and return them. Files that the trial's
+    checkpoints refer to stay: an intent may outlive its checkpoint.
 
-    Files that the trial's checkpoints refer to stay: an intent may outlive its checkpoint.
-
-    Args:
-        references: reads the checkpoints' references.
-        number: the sweeping attempt's number. Uploads of later attempts stay. So do the attempt's
-            own files outside checkpoints, whose upload began after its take-over. None if no
-            attempt may be running.
+    `number` is the sweeping attempt's. Uploads of later attempts stay. So do the attempt's own
+    files outside checkpoints, whose upload began after its take-over. None if no attempt may be
+    running.
     """
     begun = intents(storage, trial, number)
     committed = _committed(storage, trial, {intent.uuid for intent in begun})
@@ -129,10 +122,8 @@ def sweep(
 
 
 def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
-    """The intent to upload a checkpoint, or None.
-
-    An unreadable intent still announces the upload that its key names.
-    """
+    """The intent to upload a checkpoint, or None. An unreadable intent still announces the upload
+    that its key names."""
     key = layout.intent_key(trial, uuid)
     unknown = Intent(trial=trial, uuid=uuid, writer="", created_at="")
     read = read_json(storage, key, Intent, unknown)
@@ -152,10 +143,8 @@ def intents(storage: Storage, trial: str | None, number: int | None = None) -> l
 
 
 def uploads(storage: Storage, trial: str | None = None) -> list[Intent]:
-    """The intents of a trial, or all, whose checkpoint is not committed.
-
-    A late duplicate of its write may bring an intent back after the commit. A sweep deletes it.
-    """
+    """The intents of a trial, or all, whose checkpoint is not committed. A late duplicate of its
+    write may bring an intent back after the commit. A sweep deletes it."""
     begun = intents(storage, trial)
     committed: set[tuple[str, str]] = set()
     for each in sorted({intent.trial for intent in begun}):
@@ -165,10 +154,8 @@ def uploads(storage: Storage, trial: str | None = None) -> list[Intent]:
 
 
 def _committed(storage: Storage, trial: str, uuids: Collection[str]) -> set[str]:
-    """The uuids of the checkpoints that are committed.
-
-    A checkpoint of another trial, which a copied intent may name, counts as committed.
-    """
+    """The uuids of the checkpoints that are committed. A checkpoint of another trial, which a
+    copied intent may name, counts as committed."""
     if not uuids:
         return set()
     names = map(layout.parse_manifest_key, storage.sizes(layout.MANIFESTS))

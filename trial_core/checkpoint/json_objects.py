@@ -37,12 +37,8 @@ def read_json(
     *,
     is_silent: bool = False,
 ) -> Record | None:
-    """The stored record under a key, or None.
-
-    Args:
-        unreadable: returned if the object is too large, was altered, or is not trialflow's.
-        is_silent: log no warning of such an object.
-    """
+    """The stored record under a key, or None. `unreadable` is returned, with a warning unless
+    `is_silent`, if the object is too large, was altered, or is not trialflow's."""
     try:
         data = storage.read(key)
     except CheckpointDamaged as error:
@@ -67,11 +63,8 @@ def decode_mapping(data: bytes | str, where: str) -> dict[str, Any]:
 
 
 def decode_json(data: bytes, kind: type[Record], where: str = "") -> Record | None:
-    """The stored record; None if it was altered, or is not trialflow's.
-
-    Args:
-        where: the object's URL, for a warning if it cannot be read; empty for no warning.
-    """
+    """The stored record; None if it was altered, or is not trialflow's. A warning names its URL,
+    `where`, unless that is empty."""
     try:
         return decode(data, kind)
     except msgspec.MsgspecError as error:

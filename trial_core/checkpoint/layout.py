@@ -64,11 +64,9 @@ from trial_core.errors import CheckpointDamaged, CheckpointError, RegistryError
 if TYPE_CHECKING:
 
     class StoredPath:
-        """A path or a place in a stored object: at run time a text, to mypy none.
-
-        So mypy refuses it where a file is opened, a path is joined or a command is run. Only
-        `checked_path` and `checked_place` make usable texts of it.
-        """
+        """A path or a place in a stored object: at run time a text, to mypy none. So mypy refuses
+        it where a file is opened, a path is joined or a command is run. Only `checked_path` and
+        `checked_place` make usable texts of it."""
 
         def __init__(self, text: str) -> None: ...
         def __eq__(self, other: object) -> bool: ...
@@ -159,10 +157,8 @@ class ClaimName(NamedTuple):
 
 
 class ProtectionName(NamedTuple):
-    """The parts of the key of a pin or a hold.
-
-    Only a hold has a model and a move. A pin without an id counts, too.
-    """
+    """The parts of the key of a pin or a hold. Only a hold has a model and a move. A pin without an
+    id counts, too."""
 
     uuid: str
     kind: Literal["pin", "hold"] = "pin"
@@ -206,10 +202,8 @@ def file_key(uuid: str, path: str) -> str:
 
 
 def checked_place(place: StoredPath) -> tuple[str, str]:
-    """The uuid of the checkpoint that has stored a file, and the file's path there.
-
-    Raises CheckpointDamaged if the text is not ``{uuid}/{path}``.
-    """
+    """The uuid of the checkpoint that has stored a file, and the file's path there. Raises
+    CheckpointDamaged if the text is not ``{uuid}/{path}``."""
     uuid, _, path = str(place).partition("/")
     if not is_uuid(uuid) or not is_file_path(path):
         raise CheckpointDamaged(
@@ -337,10 +331,8 @@ def moves_folder(model: str) -> str:
 
 
 def retraining_key(model: str, run: str, path: str) -> str:
-    """The key of a file that a retraining of a model, with the id `run`, writes.
-
-    Raises RegistryError if the id is invalid.
-    """
+    """The key of a file that a retraining of a model writes. Raises RegistryError if its id `run`
+    is invalid."""
     if not is_name(run):
         raise RegistryError(f"{run!r} cannot be the id of a retraining: {_NAME_RULE}")
     return f"{model_folder(model)}/retrainings/{run}/{path}"
@@ -374,10 +366,8 @@ def is_name(text: str) -> bool:
 
 
 def checked_trial(trial: str) -> str:
-    """Check and return a trial's id, a part of keys and of the run's folder.
-
-    Raises CheckpointError if it is invalid.
-    """
+    """Check and return a trial's id, a part of keys and folders. Raises CheckpointError if
+    invalid."""
     if not is_name(trial):
         raise CheckpointError(f"{trial!r} cannot be a trial's id: {_NAME_RULE}")
     return trial
@@ -417,10 +407,8 @@ def is_file_path(path: str) -> bool:
 
 
 def checked_path(path: StoredPath) -> str:
-    """Check and return the path of a checkpoint's file, to be joined to a folder or a key.
-
-    Raises CheckpointDamaged if it might leave the folder, or is that of the manifest.
-    """
+    """Check and return the path of a checkpoint's file, to be joined to a folder or a key. Raises
+    CheckpointDamaged if it might leave the folder, or is that of the manifest."""
     text = str(path)
     if not is_file_path(text) or text == MANIFEST_NAME:
         raise CheckpointDamaged(

@@ -70,10 +70,8 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return layout.checked_path(self.path)
 
     def place(self, uuid: str) -> tuple[str, str]:
-        """The checkpoint that has stored this file of checkpoint `uuid`, and its path there.
-
-        Raises CheckpointDamaged if they are not plain.
-        """
+        """The checkpoint that has stored this file of checkpoint `uuid`, and its path there. Raises
+        CheckpointDamaged if they are not plain."""
         return layout.checked_place(self.stored_at) if self.stored_at else (uuid, self.checked_path)
 
     def key(self, uuid: str) -> str:
@@ -189,10 +187,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema_version: int = SCHEMA_VERSION
 
     def __post_init__(self) -> None:
-        """Move the last validation out of `metrics` if it was of an earlier batch.
-
-        A run passes its latest metrics.
-        """
+        """Move the last validation out of `metrics` if it was of an earlier batch: a run passes its
+        latest metrics."""
         if self.is_validated or "validation" not in self.metrics:
             return
         own = {kind: values for kind, values in self.metrics.items() if kind != "validation"}
@@ -253,10 +249,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> bytes:
         """The bytes to store: indented JSON with its digest. Equal manifests give equal bytes.
-
-        Raises:
-            CheckpointError: a value, for example a tensor, cannot be written as JSON.
-        """
+        Raises CheckpointError if a value, for example a tensor, cannot be written as JSON."""
         try:
             fields = msgspec.json.decode(msgspec.json.encode(tagged(msgspec.to_builtins(self))))
         except (
@@ -276,16 +269,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "the manifest") -> Manifest:
-        """Read a stored manifest.
-
-        Args:
-            where: the manifest's name in errors.
-
-        Raises:
-            CheckpointDamaged: not a manifest, too large, altered, or lists files outside its
-                folder.
-            CheckpointError: written by a newer trialflow.
-        """
+        """Read a stored manifest, which errors call `where`. Raises CheckpointDamaged if it is not
+        one, too large, altered, or lists files outside its folder; CheckpointError if a newer
+        trialflow wrote it."""
         if len(data) > MAX_MANIFEST_BYTES:
             raise CheckpointDamaged(
                 f"{where} has {len(data):,} bytes, expected at most {MAX_MANIFEST_BYTES:,}: a "

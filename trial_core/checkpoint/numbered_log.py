@@ -36,11 +36,8 @@ class NumberedLog(Generic[Entry]):
     """An append-only log: the versions of a model, the moves of its aliases, or the records of a
     search. Every method may raise `StorageError`.
 
-    Numbers start at 1. An append creates the object of the next number, create-only::
-
-        {folder}/{number:06d}.json
-
-    Of several writers that saw the same last number, one succeeds.
+    An append creates the object of the next number, ``{folder}/{number:06d}.json``, create-only. Of
+    several writers that saw the same last number, one succeeds.
 
     Args:
         owner: the model or search that all entries name.
@@ -94,12 +91,10 @@ class NumberedLog(Generic[Entry]):
         return next((entry for entry in entries if entry is not None), None)
 
     def append(self, entry: Entry) -> None:
-        """Store an entry under its number, which must be the next one.
+        """Store an entry under its number, which must be the next one. Raises FileExistsError if
+        another writer stored a different entry under that number.
 
         After an error the entry may have been stored: append it again to find out.
-
-        Raises:
-            FileExistsError: another writer stored a different entry under that number.
         """
         self._storage.create(layout.numbered_key(self._folder, entry.number), encode_json(entry))
 

@@ -40,12 +40,8 @@ from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
 
 @dataclass(frozen=True)
 class References:
-    """The stored files that committed checkpoints refer to.
-
-    Attributes:
-        keys: the keys of files that a checkpoint refers to and another one has stored.
-        unreadable: the keys of manifests that cannot be read, and may refer to any file.
-    """
+    """The stored files that committed checkpoints refer to: the keys of files that another one has
+    stored; and of manifests that cannot be read, and may refer to any file."""
 
     keys: frozenset[str]
     unreadable: tuple[str, ...]
@@ -54,11 +50,8 @@ class References:
 @dataclass
 class ReferenceReader:
     """Reads the references of a storage's checkpoints. Remembers them: manifests never change.
-
-    Attributes:
-        names: lists the manifests of a trial, or all (None).
-        manifest: reads a manifest; returns None if it is gone.
-    """
+    `names` lists the manifests of a trial, or all (None); `manifest` reads one, or returns None if
+    it is gone."""
 
     names: Callable[[str | None], Collection[ManifestName]]
     manifest: Callable[[ManifestName], Manifest | None]
@@ -94,16 +87,10 @@ class ReferenceReader:
 def delete_files(
     storage: Storage, manifest: Manifest, others: References, committed: Collection[str]
 ) -> DeletedFiles:
-    """Delete the files that a checkpoint, whose manifest is deleted, has stored or refers to.
-
-    Files that `others` need stay: step D5.
-
-    Args:
-        committed: the uuids of all checkpoints, whose own files stay.
-
-    Raises:
-        CheckpointDamaged: a manifest of the trial cannot be read. Nothing is deleted.
-    """
+    """Delete the files that a checkpoint, whose manifest is deleted, has stored or refers to. Files
+    that `others` need stay (step D5), and own files of the checkpoints in `committed`, which has
+    all uuids. Raises CheckpointDamaged, and deletes nothing, if a manifest of the trial cannot be
+    read."""
     if (why := why_unknown(storage, others)) is not None:
         raise CheckpointDamaged(f"files of checkpoint {manifest.uuid} are not deleted: {why}")
     notes = {layout.damage_key(*key.split("/", 2)[1:]) for key in others.keys}

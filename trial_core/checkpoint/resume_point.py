@@ -64,13 +64,11 @@ class ResumePoint:
         return replace(self.progress, extra_samples=extra)
 
     def require_convertible(self, now: Topology) -> None:
-        """Check that ranks of topology `now` can restore the checkpoint.
+        """Check that ranks of topology `now` can restore the checkpoint. Raises TopologyMismatch,
+        which says why they cannot, and which topology can.
 
         The number of data-parallel ranks and the ZeRO stage may differ. The ranks check the rest
         when they restore.
-
-        Raises:
-            TopologyMismatch: they cannot; says why, and which topology can.
         """
         if self.checkpoint is None or self.restore == "weights":
             return

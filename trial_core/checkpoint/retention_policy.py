@@ -71,9 +71,8 @@ def decide(
     needed: Mapping[str, str] | None = None,
     running: Collection[str] = (),
 ) -> list[RetentionDecision]:
-    """Decide on each of an experiment's checkpoints, in the order given.
-
-    Deciding again on the kept checkpoints deletes no more.
+    """Decide on each of an experiment's checkpoints, in the order given. Deciding again on the kept
+    checkpoints deletes no more.
 
     Args:
         manifests: all checkpoints of the experiment. If `save_experiment_best` is 0, all
@@ -100,18 +99,15 @@ def own_metric(manifest: Manifest, metric: str) -> float | None:
 
 
 def best_of_trial(manifests: Collection[Manifest]) -> Manifest | None:
-    """The best of all checkpoints of a trial, by the searcher metric that the newest one names.
-
-    The same one as the policy keeps as the best of its trial. None if no checkpoint has that metric
-    at its own batch, or none names a metric.
-    """
+    """The best of all checkpoints of a trial, by the searcher metric that the newest one names: the
+    one that the policy keeps as the best of its trial. None if no checkpoint has that metric at its
+    own batch, or none names a metric."""
     newest = max(manifests, key=RESUME_ORDER, default=None)
     searcher = newest.config.get("searcher") if newest is not None else None
     if not isinstance(searcher, Mapping) or not isinstance(searcher.get("metric"), str):
         return None
     policy = RetentionPolicy(
-        metric=searcher["metric"],
-        smaller_is_better=searcher.get("smaller_is_better") is not False,
+        metric=searcher["metric"], smaller_is_better=searcher.get("smaller_is_better") is not False
     )
     return next(iter(_best_first(manifests, policy)), None)
 
@@ -180,10 +176,8 @@ class _Standings:
 
 
 def _kept_every(of_trial: Iterable[Manifest], every: TrainUnit | None) -> Iterator[tuple[str, str]]:
-    """The uuid of a trial's first checkpoint at or after each multiple of `every`; why it stays.
-
-    It remains the first if others before the next multiple are deleted or saved later.
-    """
+    """The uuid of a trial's first checkpoint at or after each multiple of `every`; why it stays. It
+    remains the first if others before the next multiple are deleted or saved later."""
     if every is None:
         return
     interval = cast(int, every.value)  # `RetentionPolicy` has checked it
@@ -199,10 +193,7 @@ def _kept_every(of_trial: Iterable[Manifest], every: TrainUnit | None) -> Iterat
         multiples = reached // interval
         if multiples > 0 and multiples not in seen:
             seen.add(multiples)
-            yield (
-                manifest.uuid,
-                f"the first at or after {multiples * interval} {every.unit}",
-            )
+            yield (manifest.uuid, f"the first at or after {multiples * interval} {every.unit}")
 
 
 def _best_first(manifests: Collection[Manifest], policy: RetentionPolicy) -> list[Manifest]:
@@ -220,10 +211,8 @@ def _best_first(manifests: Collection[Manifest], policy: RetentionPolicy) -> lis
 
 
 def _last_saved_first(manifests: Iterable[Manifest]) -> list[Manifest]:
-    """Last saved first. For a stable sort by batches: of equals the one saved last is first.
-
-    A run that has resumed from before a damaged checkpoint saves the same state again.
-    """
+    """Last saved first. For a stable sort by batches: of equals the one saved last is first. A run
+    that has resumed from before a damaged checkpoint saves the same state again."""
     save_order = attrgetter("created_at", "progress.batches_trained", "uuid")
     return sorted(manifests, key=save_order, reverse=True)
 

@@ -53,14 +53,9 @@ def marked(
 ) -> str:
     """The id of the storage's mark, which is written if there is none.
 
-    Args:
-        expected: the id of the storage's mark, or None if the caller does not know it.
-        is_recorded: returns True if the storage has a record that the caller began there. Then it
-            is the right one, even if its mark is lost or was replaced since.
-
-    Raises:
-        StorageError: the storage has another mark than the expected one, or none, and no record;
-            or the mark cannot be read.
+    Raises StorageError if the mark is another one than `expected`, or is missing, and `is_recorded`
+    returns False: the storage has no record that the caller began there. With a record it is the
+    right one, even if its mark is lost or was replaced. Also if the mark cannot be read.
     """
     mark = read_mark(storage)
     if expected is not None and mark != expected and not is_recorded():

@@ -51,10 +51,8 @@ _Seen = dict[layout.ManifestName, Manifest | None]
 
 
 class CheckpointStore:
-    """The checkpoints below a storage URL. Safe to use from several threads.
-
-    Every method may raise `StorageError`. Listings are never cached.
-    """
+    """The checkpoints below a storage URL. Safe to use from several threads. Every method may raise
+    `StorageError`. Listings are never cached."""
 
     def __init__(
         self,
@@ -62,16 +60,14 @@ class CheckpointStore:
         options: Mapping[str, Any] | None = None,
         experiment: str = "",
     ) -> None:
-        """Open a storage; sends no request yet.
+        """Open a storage; sends no request yet. Raises StorageError if the URL is invalid, or a
+        package for it is not installed.
 
         Args:
             url: fsspec URL, or a local path.
             options: of fsspec's file system: endpoint, credentials, …
             experiment: the name of the experiment that a reference such as ``best`` means, and
                 whose checkpoints an error lists first; may be empty.
-
-        Raises:
-            StorageError: the URL is invalid, or a package for it is not installed.
         """
         self.storage = open_storage(os.fspath(url), dict(options or {}))
         self.experiment = experiment
@@ -118,12 +114,10 @@ class CheckpointStore:
             self.storage.clear(folder)
 
     def check_clock(self) -> None:
-        """Compare this machine's clock with the storage's. For commands that may only read.
+        """Compare this machine's clock with the storage's. For commands that may only read. Raises
+        StorageError if they differ by more than a minute; it names both.
 
         Only warns if the storage cannot be written: then it does not tell the time.
-
-        Raises:
-            StorageError: the clocks differ by more than a minute; names both.
         """
         began = datetime.now(timezone.utc)
         try:
@@ -160,15 +154,11 @@ class CheckpointStore:
     def announce_upload(
         self, trial: str, uuid: str, writer: str, fence: Fence | None = None, base: str = ""
     ) -> None:
-        """Write the intent to upload a checkpoint, so that a later run finds its leftovers.
+        """Write the intent to upload a checkpoint, so that a later run finds its leftovers. `base`:
+        uuid of the checkpoint whose files it may refer to; empty for none.
 
-        The driver calls this before any byte is uploaded, and again before each retry.
-
-        Args:
-            base: uuid of the checkpoint whose files it may refer to; empty for none.
-
-        Raises:
-            Superseded: another attempt has taken over the trial.
+        The driver calls this before any byte is uploaded, and again before each retry. Raises
+        Superseded if another attempt has taken over the trial.
         """
         announce_upload(self.storage, trial, uuid, writer, fence, base)
 
@@ -177,9 +167,7 @@ class CheckpointStore:
 
         Committed checkpoints, other trials' uploads and this attempt's files outside checkpoints
         stay. An earlier attempt at this trial that is still alive can no longer commit its upload.
-
-        Args:
-            fence: the sweeping attempt's. Without it, no other run of the trial may be alive.
+        Without a fence, no other run of the trial may be alive.
 
         Raises:
             StorageError: something could not be deleted. The next sweep tries again.
@@ -240,11 +228,8 @@ class CheckpointStore:
         )
 
     def resume_candidates(self, trial: str) -> _Manifests:
-        """A trial's checkpoints in the order to resume from them: most batches, then newest.
-
-        Raises:
-            CheckpointDamaged: the trial has checkpoints, and none of their manifests can be read.
-        """
+        """A trial's checkpoints in the order to resume from them: most batches, then newest. Raises
+        CheckpointDamaged if the trial has checkpoints, and none of their manifests can be read."""
         found = self._read_all(trial)
         found.sort(key=lambda manifest: manifest.resume_order, reverse=True)
         if not found:
@@ -271,14 +256,9 @@ class CheckpointStore:
         return sorted({name.trial for name in self._names()})
 
     def trial(self, named: str) -> str:
-        """The trial with this id, or the only one that has saved whose id begins with it.
-
-        `named` itself if none begins so: one that has not saved.
-
-        Raises:
-            CheckpointError: no trial's id can begin so.
-            CheckpointNotFound: several begin so.
-        """
+        """The trial with this id, or the only one that has saved whose id begins with it; `named`
+        itself if none does. Raises CheckpointError if no trial's id can begin so,
+        CheckpointNotFound if several do."""
         layout.checked_trial(named)
         found = [trial for trial in self.trials() if trial.startswith(named)]
         if len(found) > 1 and named not in found:
@@ -296,12 +276,9 @@ class CheckpointStore:
         return max(saved)[1] if saved else None
 
     def open(self, uuid: str) -> Manifest:
-        """The checkpoint with this uuid, or the only one whose uuid begins with it.
-
-        Raises:
-            CheckpointNotFound: no checkpoint matches, or several do; says which there are.
-            CheckpointDamaged: its manifest cannot be read.
-        """
+        """The checkpoint with this uuid, or the only one whose uuid begins with it. Raises
+        CheckpointNotFound if none matches, or several do, and says which there are;
+        CheckpointDamaged if its manifest cannot be read."""
         names = sorted(self._names(), key=lambda name: name.batches)
         exact = [name for name in names if name.uuid == uuid]
         found = exact or [name for name in names if uuid and name.uuid.startswith(uuid)]
@@ -325,12 +302,7 @@ class CheckpointStore:
     def verify(self, uuid: str) -> Manifest:
         """Read every byte of a checkpoint and compare sizes and digests; return its manifest.
 
-        Args:
-            uuid: the checkpoint's uuid, or an unambiguous prefix of it.
-
-        Raises:
-            CheckpointNotFound: no checkpoint or several match, or it has just been deleted.
-            CheckpointDamaged: names every file that is missing or differs.
+        Raises as `open`, and CheckpointDamaged, which names every file that is missing or differs.
         """
         manifest = self.open(uuid)
         if damage := self.find_damage(manifest.uuid, manifest.all_files):
@@ -341,19 +313,14 @@ class CheckpointStore:
     def find_damage(
         self, uuid: str, entries: Iterable[FileEntry], on_read: OnRead = unheard
     ) -> _Damaged:
-        """Read every byte of a checkpoint's `entries`; return the files that differ.
-
-        After finding damage in an unclaimed checkpoint, call `raise_if_deleted`.
-        """
+        """Read every byte of a checkpoint's `entries`; return the files that differ. After finding
+        damage in an unclaimed checkpoint, call `raise_if_deleted`."""
         return find_damage(self.storage, uuid, entries, on_read)
 
     def read_file(self, manifest: Manifest, path: str) -> bytes | None:
         """The content of a small file of a checkpoint, verified; None if it has none of that name.
-
-        Raises:
-            CheckpointNotFound: the checkpoint has just been deleted.
-            CheckpointDamaged: the file is missing, large, or differs from the manifest.
-        """
+        Raises CheckpointNotFound if the checkpoint has just been deleted; CheckpointDamaged if the
+        file is missing, large, or differs from the manifest."""
         if (entry := manifest.file(path)) is None:
             return None
         content = read_verified(self.storage, manifest.uuid, entry)
@@ -365,11 +332,7 @@ class CheckpointStore:
 
     def raise_if_deleted(self, uuid: str) -> None:
         """Call after finding damage in an unclaimed checkpoint: a concurrent prune deletes the
-        manifest first.
-
-        Raises:
-            CheckpointNotFound: the checkpoint was deleted after its manifest was read.
-        """
+        manifest first. Raises CheckpointNotFound if it was deleted after its manifest was read."""
         try:
             self.open(uuid)
         except CheckpointNotFound:
@@ -394,10 +357,8 @@ class CheckpointStore:
         return _readable(seen, names)
 
     def _read_into(self, seen: _Seen, names: _Names) -> bool:
-        """Read the manifests not in `seen`; return whether all listed ones still exist.
-
-        If one was, list again: a later checkpoint may have been committed before the deletion.
-        """
+        """Read the manifests not in `seen`; return whether all listed ones still exist. If one does
+        not, list again: a later checkpoint may have been committed before the deletion."""
         deleted = []
 
         def read(name: layout.ManifestName) -> None:

@@ -40,13 +40,8 @@ def unheard(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Damage:
-    """How a stored file differs from its manifest entry.
-
-    Attributes:
-        seen_bytes: its stored size; None if it is missing.
-        seen_digest: its stored digest; None if the size differs already.
-        was_overwritten: True if it changed while it was read.
-    """
+    """How a stored file differs from its manifest entry: it is missing (`seen_bytes` is None), its
+    size differs (`seen_digest` is None), its digest differs, or it changed while it was read."""
 
     entry: FileEntry
     seen_bytes: int | None
@@ -68,10 +63,7 @@ class Damage:
 
 
 def find_damage(
-    storage: Storage,
-    uuid: str,
-    entries: Iterable[FileEntry],
-    on_read: OnRead = unheard,
+    storage: Storage, uuid: str, entries: Iterable[FileEntry], on_read: OnRead = unheard
 ) -> list[Damage]:
     """Read every byte of a checkpoint's files; return the files that differ from their entries."""
     wanted = list(entries)
@@ -113,11 +105,9 @@ def wrong_sizes(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> li
 
 
 def note_damage(storage: Storage, uuid: str, damage: Iterable[Damage]) -> None:
-    """Note which files have other bytes, so that no later checkpoint refers to them.
-
-    A file that is missing or has another size is found without a note. Only warns if the storage
-    fails: it may be read-only.
-    """
+    """Note which files have other bytes, so that no later checkpoint refers to them. A missing
+    file, or one of another size, is found without a note. Only warns if the storage fails: it may
+    be read-only."""
     for each in damage:
         if each.seen_digest is None:
             continue
@@ -160,11 +150,8 @@ Range = tuple["StoredFile", int, int]
 
 
 class StoredFile:
-    """One stored file that several threads read in ranges.
-
-    Args:
-        target: local path that it is written to once it is verified; None: it is only read.
-    """
+    """One stored file that several threads read in ranges. Once it is verified, it is written to
+    `target`; None: it is only read."""
 
     def __init__(self, entry: FileEntry, key: str, target: Path | None = None) -> None:
         self.entry = entry
@@ -253,12 +240,10 @@ def read_files(
     on_damage: Callable[[Damage], None],
     on_read: OnRead = unheard,
 ) -> None:
-    """Read whole files, each byte once; write the files that have a target.
+    """Read whole files, each byte once; write the files that have a target. `on_damage` is called
+    once for each damaged file; it may raise to end all reads.
 
     A file with another digest is read a second time: a bit may have flipped in transit.
-
-    Args:
-        on_damage: called once for each damaged file; may raise to end all reads.
     """
 
     def refuse_unless_in_transit(damage: Damage) -> None:

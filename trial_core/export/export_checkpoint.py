@@ -53,10 +53,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """The weights to export.
+    """The weights to export: of the trial's engine or PyTorchTrial's model with an index.
 
     Attributes:
-        engine: index of the trial's engine, or of a PyTorchTrial's model.
         is_trusted: True to read objects of any class.
         shard_size: of the largest file of a folder.
     """
@@ -79,12 +78,8 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export.
-
-    Attributes:
-        names: how many weights, or files of DeepSpeed's formats.
-        missing: names of the frozen weights that the checkpoint does not hold.
-    """
+    """The result of an export. `names`: how many weights, or files of DeepSpeed's formats;
+    `missing`: names of the frozen weights that the checkpoint does not hold."""
 
     names: int
     size_bytes: int
@@ -102,11 +97,8 @@ class _Mark(msgspec.Struct, kw_only=True):
 
 
 def check_target(to: Path, format_: Format, force: bool) -> None:
-    """Check that an export may be written to `to`.
-
-    Raises:
-        ConfigError: its name does not suit the format, or something else is there.
-    """
+    """Check that an export may be written to `to`. Raises ConfigError if its name does not suit the
+    format, or something else is there."""
     is_folder = format_ in FOLDERS
     if not is_folder and to.suffix not in SUFFIXES:
         raise ConfigError(
@@ -180,8 +172,7 @@ def export_checkpoint(
 
     Raises:
         ConfigError: see `check_target`.
-        CheckpointError: the checkpoint does not hold the requested content.
-        CheckpointDamaged: a file is missing or differs.
+        CheckpointError: the checkpoint does not hold the requested content, or is damaged.
         StorageError: the storage failed, or the target cannot be written.
     """
     check_target(to, request.format, force)

@@ -20,10 +20,7 @@ def export_in_process(
     config: ExperimentConfig, uuid: str, to: Path, *, force: bool, **options: Any
 ) -> Exported:
     """Export a checkpoint of the experiment's storage; `options` are fields of `ExportRequest`.
-
-    Raises:
-        TrialflowError: as `export_checkpoint` does; or the process was killed.
-    """
+    Raises as `export_checkpoint`, or CheckpointError if the process was killed."""
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
         answer = Path(folder) / "answer.json"
         argument = {

@@ -45,11 +45,8 @@ _jinja.globals = {"timedelta": timedelta, "ZoneInfo": ZoneInfo}
 
 def render_data(data: Mapping[str, Any], scheduled_time: datetime) -> dict[str, Any]:
     """Render every text in `data`, at any depth. Keys are not rendered. `scheduled_time` is
-    timezone-aware, UTC.
-
-    Raises:
-        ConfigError: a template cannot be rendered; one line for each, with its path.
-    """
+    timezone-aware, UTC. Raises ConfigError, with a line and the path of each template that
+    fails."""
     problems: list[str] = []
     result: dict[str, Any] = _render(data, ("data",), scheduled_time, problems)
     if problems:
@@ -58,11 +55,8 @@ def render_data(data: Mapping[str, Any], scheduled_time: datetime) -> dict[str, 
 
 
 def check_plain_data(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The data given to a single run, as plain JSON values.
-
-    Raises:
-        ConfigError: a value cannot be stored as JSON; one line for each, with its path.
-    """
+    """The data given to a single run, as plain JSON values. Raises ConfigError, with a line and the
+    path of each value that cannot be stored as JSON."""
     problems: list[Problem] = []
     plain: dict[str, Any] = to_plain_data(data, ("data",), problems)
     if problems:

@@ -73,15 +73,8 @@ def move_aliases(
     moves: NumberedLog[Move],
     request: PromotionRequest,
 ) -> Move:
-    """Make a version the champion. If it is champion already, returns the existing move.
-
-    Raises:
-        CheckpointDamaged: the version's checkpoint is damaged; names the file.
-        CheckpointNotFound: the version's checkpoint was deleted.
-        PromotionRefused: the version's checkpoint is being deleted.
-        PromotionConflict: another process moved the aliases first.
-        StorageError: the storage failed. The move may have been made.
-    """
+    """Make a version the champion. If it is champion already, returns the existing move. Raises as
+    `Registry.promote`; after a StorageError the move may have been made."""
     last = moves.last()
     if not _is_done(request, last):
         _check_expected_champion(request, last)

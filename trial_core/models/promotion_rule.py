@@ -52,10 +52,8 @@ class PromotionRule:
         return f"the challenger's {self.metric} is {value}, not a finite number"
 
     def compare(self, champion: float | None, challenger: float) -> Verdict:
-        """Compare metrics measured on the same data.
-
-        Subtracts the decimals as they are printed: 0.4 is better than 0.3 by exactly 0.1.
-        """
+        """Compare metrics measured on the same data, by their decimals as they are printed: 0.4 is
+        better than 0.3 by exactly 0.1."""
         if not math.isfinite(challenger):
             return Verdict(False, f"the challenger's {self.metric} is {challenger}, not finite")
         seen = f"the challenger's {self.metric} {_shown(challenger, champion)}"

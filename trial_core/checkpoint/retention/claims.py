@@ -112,10 +112,8 @@ class RunClaim:
         self.is_written = False
 
     def __enter__(self) -> RunClaim:
-        """Write the claim, and delete those of earlier runs, which were killed or taken over.
-
-        Only warns if the storage fails: training continues without a claim.
-        """
+        """Write the claim, and delete those of earlier runs, which were killed or taken over. Only
+        warns if the storage fails: training continues without a claim."""
         earlier: list[str] = []
         with self._warning():
             self._store.storage.write(self.key, self._claim())
@@ -146,13 +144,10 @@ class RunClaim:
 
     def renew(self, name: layout.ManifestName) -> None:
         """Claim a checkpoint besides the source. Afterwards it is there, and no prune deletes it.
+        Only warns if the storage fails. Raises CheckpointNotFound if it has just been deleted.
 
-        Waits for a deletion to end: the pruner may see the claim and spare the checkpoint. Only
-        warns if the storage fails.
-
-        Raises:
-            CheckpointNotFound: the checkpoint has just been deleted.
-            CommitConflict: it is being deleted, and the deletion does not end.
+        Waits for a deletion to end: the pruner may see the claim and spare the checkpoint. If it
+        does not end, raises CommitConflict.
         """
         with self._warning():
             for seconds_left in range(DELETION_WAIT_SECONDS, -1, -1):
@@ -188,11 +183,8 @@ def claims(
     store: CheckpointStore, trial: str | None = None, last_saved: Mapping[str, str] | None = None
 ) -> list[Claim]:
     """All claims that count, or those of a trial. An unreadable one needs no checkpoint, nor does
-    one that is listed time and again without being there.
-
-    Args:
-        last_saved: the time of each trial's last checkpoint, if known: the trial ran then.
-    """
+    one that is listed time and again without being there. `last_saved`: the time of each trial's
+    last checkpoint, if known: the trial ran then."""
     found: list[Claim] = []
     for _ in range(_LISTS):
         names = named_keys(store.storage, layout.CLAIMS, layout.parse_claim_key)

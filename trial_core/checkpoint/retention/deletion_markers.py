@@ -32,12 +32,7 @@ from trial_core.checkpoint.json_objects import (
 from trial_core.checkpoint.manifest import Manifest, Timestamp, utc_now
 from trial_core.checkpoint.storage.base import DeletedFiles
 from trial_core.checkpoint.store import CheckpointStore
-from trial_core.errors import (
-    CheckpointDamaged,
-    CheckpointError,
-    CheckpointNotFound,
-    CommitConflict,
-)
+from trial_core.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CommitConflict
 
 STALE_AFTER = timedelta(hours=1)
 """After this time without an end, the pruner that wrote the marker is presumed dead."""
@@ -57,10 +52,7 @@ def delete_unless(
     store: CheckpointStore, manifest: Manifest, why_needed: Callable[[], str | None]
 ) -> DeletedFiles | str:
     """Announce a deletion, look whether the checkpoint is needed, and delete it if it is not.
-
-    Returns:
-        The deleted files; or why the checkpoint stays.
-    """
+    Returns the deleted files, or why the checkpoint stays."""
     began_seconds, limit_seconds = _seconds(), STALE_AFTER.total_seconds() / 2
     key = mark_deletion(store, manifest)
     reason = why_needed()
@@ -95,12 +87,8 @@ def unmark_deleted(store: CheckpointStore, uuid: str) -> None:
 def protect(store: CheckpointStore, name: layout.ManifestName, key: str, data: bytes) -> None:
     """Write an object that protects a checkpoint. Afterwards the checkpoint is there, and stays.
 
-    If it does not stay, the object is removed, unless it has replaced an earlier one.
-
-    Raises:
-        CheckpointNotFound: the checkpoint is not there.
-        CommitConflict: the checkpoint is being deleted.
-        StorageError: the storage failed. The object may be written.
+    Raises CheckpointNotFound if it is not there, CommitConflict if it is being deleted: the object
+    is removed then, unless it has replaced an earlier one. After a StorageError it may be written.
     """
     existed = store.storage.exists(key)
     store.storage.write(key, data)
@@ -113,10 +101,9 @@ def protect(store: CheckpointStore, name: layout.ManifestName, key: str, data: b
 
 
 def finish_deletions(store: CheckpointStore) -> list[Manifest]:
-    """Delete the files of checkpoints whose deletion was interrupted; return those checkpoints.
-
-    A checkpoint whose manifest is still there is not deleted; its markers go once they are stale.
-    """
+    """Delete the files of checkpoints whose deletion was interrupted; return those checkpoints. If
+    the manifest is still there, the checkpoint is not deleted; its markers go once they are
+    stale."""
     finished: dict[str, Manifest] = {}
     for key, uuid in named_keys(store.storage, layout.DELETIONS, layout.parse_deletion_key):
         deletion = read_json(store.storage, key, Deletion)
@@ -187,11 +174,9 @@ def _is_committed(store: CheckpointStore, manifest: Manifest) -> bool:
 
 
 def _is_stale(store: CheckpointStore, key: str, deletion: Deletion | None) -> bool:
-    """Return whether a marker's prune is presumed dead, by the storage's own clock.
-
-    If the storage tells no times, compares the marker's time with this machine's clock. A marker
-    with an unreadable time is stale then.
-    """
+    """Return whether a marker's prune is presumed dead, by the storage's own clock; if that tells
+    no times, by the marker's time and this machine's clock. A marker with an unreadable time is
+    stale then."""
     stored = store.storage.objects(key.rpartition("/")[0]).get(key)
     if stored is None:
         return True  # it has just been deleted

@@ -41,11 +41,8 @@ def note_storage(store: CheckpointStore, mark: str, logger: AnyLogger) -> None:
 
 
 def refuse_other_storage(store: CheckpointStore) -> None:
-    """Call this if there is nothing to resume, before a new trial begins in its place.
-
-    Raises:
-        StorageError: runs on this machine have used another storage there, before this one.
-    """
+    """Call this if there is nothing to resume, before a new trial begins in its place. Raises
+    StorageError if runs on this machine have used another storage there, before this one."""
     path, known = _known(store)
     mark = read_mark(store.storage)
     if earlier := known[: known.index(mark)] if mark in known else known:

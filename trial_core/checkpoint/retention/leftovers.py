@@ -89,11 +89,8 @@ class Leftover:
 
 @dataclass(frozen=True)
 class SweptLeftovers:
-    """The result of a sweep.
-
-    Attributes:
-        spared: trials that have become active since they were listed, and the activity seen.
-    """
+    """The result of a sweep. `spared`: trials that have become active since they were listed, and
+    the activity seen."""
 
     swept: tuple[SweptUpload, ...]
     spared: Mapping[str, str]
@@ -111,17 +108,15 @@ def find_leftovers(
     trial: str | None = None,
     experiment: str | None = None,
 ) -> list[Leftover]:
-    """All uploads that are not committed, and whether each may be deleted. Changes nothing.
+    """All uploads that are not committed, and whether each may be deleted. Changes nothing. Raises
+    ConfigError if `after_days` is so short that an upload may take as long, or is longer than ten
+    years.
 
     Args:
         after_days: how long a trial must have been inactive.
         experiment: skip trials whose checkpoints belong to another experiment. (A trial without
             checkpoints, and orphaned files, are not skipped: nothing says which experiment they
             belong to.)
-
-    Raises:
-        ConfigError: `after_days` is so short that an upload may take as long, or is
-            longer than ten years.
     """
     if not after_days >= MIN_LEFTOVER_AGE_DAYS:
         raise ConfigError(
@@ -152,13 +147,11 @@ def sweep_leftovers(
     after_days: float = LEFTOVER_AGE_DAYS,
     on_swept: Callable[[SweptUpload], None] = lambda swept: None,
 ) -> SweptLeftovers:
-    """Delete the leftovers that need not be kept. May be repeated after an error.
+    """Delete the leftovers that need not be kept. Looks at each trial's activity again before it
+    deletes anything of it.
 
-    Looks at each trial's activity again before it deletes anything of it.
-
-    Raises:
-        StorageError: the storage failed, or its clock and this machine's differ. The next sweep
-            deletes the rest.
+    May be repeated after an error: StorageError if the storage failed, or its clock and this
+    machine's differ. The next sweep deletes the rest.
     """
     swept: list[SweptUpload] = []
     spared: dict[str, str] = {}
@@ -199,10 +192,8 @@ def sweep_orphaned_files(store: CheckpointStore, uuid: str, age: timedelta) -> S
 def find_orphaned_files(
     store: CheckpointStore, age: timedelta, folder: str = layout.CHECKPOINTS
 ) -> list[Leftover]:
-    """The orphaned files below a folder that are older than `age`, by checkpoint. Changes nothing.
-
-    Unfinished uploads are included.
-    """
+    """The orphaned files below a folder that are older than `age`, by checkpoint, with unfinished
+    uploads. Changes nothing."""
     by_uuid: dict[str, list[tuple[str, StoredObject]]] = {}
     stored = [*store.storage.unfinished_uploads(folder), *store.storage.objects(folder).items()]
     for key, file in stored:

@@ -61,12 +61,9 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = None) -> Protection:
-    """Pin a checkpoint. Raises as `protect`, also if no checkpoint matches.
-
-    Args:
-        uuid: the checkpoint's, or an unambiguous prefix of it. An earlier pin is replaced.
-        by: who pins; by default this user on this machine.
-    """
+    """Pin a checkpoint, by its uuid or an unambiguous prefix of it; an earlier pin is replaced.
+    `by`: who pins; by default this user on this machine. Raises as `protect`, also if no checkpoint
+    matches."""
     manifest = store.open(uuid)
     earlier = protections(store, manifest.uuid, kind="pin").get(manifest.uuid, [])
     # A refused pin is removed. It has its own key, so that the removal spares another person's pin
@@ -85,12 +82,8 @@ def pin(store: CheckpointStore, uuid: str, reason: str = "", by: str | None = No
 def unpin(store: CheckpointStore, uuid: str) -> Protection:
     """Delete a checkpoint's pins, and return one of them.
 
-    Args:
-        uuid: the checkpoint's, or an unambiguous prefix of it among all pins. The checkpoint
-            itself may be gone.
-
-    Raises:
-        CheckpointNotFound: no pin matches, or several do; says which there are.
+    `uuid` may be an unambiguous prefix among all pins: the checkpoint itself may be gone. Raises
+    CheckpointNotFound if no pin matches, or several do; it says which there are.
     """
     there = pins(store)
     exact = [name for name in there if name == uuid]

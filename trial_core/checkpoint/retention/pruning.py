@@ -78,12 +78,8 @@ class PruningPlan:
 
 @dataclass(frozen=True)
 class Pruned:
-    """The result of a prune.
-
-    Attributes:
-        spared: checkpoints that are needed since the plan was made, and why.
-        freed_bytes: total size of the deleted files. Files that others refer to are not deleted.
-    """
+    """The result of a prune. `spared`: checkpoints that are needed since the plan was made, and
+    why. `freed_bytes`: without files that others refer to, which are not deleted."""
 
     deleted: tuple[Manifest, ...]
     spared: tuple[RetentionDecision, ...]
@@ -134,17 +130,12 @@ def prune(
     plan: PruningPlan,
     on_deleted: Callable[[RetentionDecision], None] = lambda decision: None,
 ) -> Pruned:
-    """Delete the checkpoints that the plan deletes; first finish interrupted deletions.
+    """Delete the checkpoints that the plan deletes; first finish interrupted deletions. Several
+    processes may prune at the same time. `on_deleted` is called after each deletion.
 
-    May be repeated after an error. Several processes may prune at the same time.
-
-    Args:
-        on_deleted: called after each deletion.
-
-    Raises:
-        StorageError: the storage failed, or its clock and this machine's differ. Checkpoints
-            deleted so far are gone. The one that was being deleted is not listed, and the next
-            prune deletes its files.
+    May be repeated after an error: StorageError if the storage failed, or its clock and this
+    machine's differ. Checkpoints deleted so far are gone. The one that was being deleted is not
+    listed, and the next prune deletes its files.
     """
     if plan.deletions:
         store.check_writable()  # clocks decide which claims count
@@ -167,12 +158,9 @@ def prune(
 
 def delete_checkpoint(store: CheckpointStore, manifest: Manifest) -> None:
     """Delete one checkpoint, because a script or a person says so: no rule and no claim keeps it.
-
-    Raises:
-        CheckpointError: it is pinned or held, or an upload refers to its files; says by whom. It
-            stays.
-        StorageError: the storage failed. The next prune finishes a deletion that has begun.
-    """
+    Raises CheckpointError, and it stays, if it is pinned or held, or an upload refers to its files;
+    the error says by whom. After a StorageError, the next prune finishes a deletion that has
+    begun."""
     outcome = delete_unless(store, manifest, partial(_why_kept, store, manifest))
     if isinstance(outcome, str):
         raise CheckpointError(f"checkpoint {manifest.uuid} is not deleted: {outcome}")
@@ -218,10 +206,8 @@ def _experiments_of_trials(manifests: Iterable[Manifest]) -> dict[str, str]:
 def _why_needed_now(
     store: CheckpointStore, manifest: Manifest, running: Mapping[str, Collection[str]]
 ) -> str | None:
-    """Why a checkpoint that is about to be deleted must stay; None if it need not.
-
-    A run that has started since (see `PruningPlan.running`) may resume from any of its trial.
-    """
+    """Why a checkpoint that is about to be deleted must stay; None if it need not. A run that has
+    started since (see `PruningPlan.running`) may resume from any of its trial."""
     if why := _why_kept(store, manifest):
         return why
     found = claims(store)

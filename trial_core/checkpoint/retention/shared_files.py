@@ -45,13 +45,11 @@ def announce_shared_upload(
     fence: Fence | None,
     logger: AnyLogger,
 ) -> tuple[str, list[FileEntry]]:
-    """As `CheckpointStore.announce_upload`; return the base's uuid, and its files that are there.
+    """As `CheckpointStore.announce_upload`; return the base's uuid for `CheckpointStore.commit`,
+    and its files that are there, for the `shared` of `upload_staged`.
 
     Warns of files of the base that are missing or damaged. Each entry says where its copies are;
     without `stored_at`, the checkpoint stores the second copy.
-
-    Returns:
-        `base` for `CheckpointStore.commit`, and `shared` for `upload_staged`.
     """
     base = store.newest(trial)
     is_retry = base is not None and base.uuid == uuid  # the commit had succeeded unnoticed

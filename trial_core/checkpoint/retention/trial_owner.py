@@ -105,10 +105,8 @@ def describe_last_run(store: CheckpointStore, trial: str) -> str:
 def _last_attempt(
     attempts: list[tuple[int, AttemptRecord | None]],
 ) -> tuple[int, AttemptRecord | None]:
-    """The number of the newest attempt, 0 if there is none, and the record of the newest run.
-
-    A sweep of leftovers is an attempt, but not a run.
-    """
+    """The number of the newest attempt, 0 if there is none, and the record of the newest run: a
+    sweep of leftovers is an attempt, but not a run."""
     runs = [each for _, each in attempts if each is None or not each.attempt.startswith(SWEEPER)]
     return max((number for number, _ in attempts), default=0), runs[0] if runs else None
 

@@ -67,10 +67,8 @@ _CREATE_ONLY_ADVICE = (
 
 
 class StorageSpec(msgspec.Struct, frozen=True):
-    """Where a storage is, as plain data that the driver sends to the ranks.
-
-    Its `options` may hold credentials, so `repr` hides them.
-    """
+    """Where a storage is, as plain data that the driver sends to the ranks. Its `options` may hold
+    credentials, so `repr` hides them."""
 
     url: str
     options: dict[str, Any] = {}
@@ -81,12 +79,8 @@ class StorageSpec(msgspec.Struct, frozen=True):
 
 
 class RangeRead(NamedTuple):
-    """The result of a ranged read.
-
-    Attributes:
-        size_bytes: the bytes read; fewer than requested where the object ends.
-        version: identifies the state of the object that was read; None if the storage has none.
-    """
+    """The result of a ranged read: the bytes read, fewer than requested where the object ends; and
+    the state of the object that was read, None if the storage does not tell states apart."""
 
     size_bytes: int
     version: str | None
@@ -128,12 +122,8 @@ class Storage:
         self._is_create_only = False
 
     def read(self, key: str) -> bytes | None:
-        """All bytes of a small object; None if it does not exist.
-
-        Raises:
-            CheckpointDamaged: it has more than `MAX_OBJECT_BYTES`.
-            StorageError: the storage failed. A 404 that is not the storage's own is a failure.
-        """
+        """All bytes of a small object; None if it does not exist. A 404 that is not the storage's
+        own is a StorageError. Raises CheckpointDamaged if it has more than `MAX_OBJECT_BYTES`."""
         with self._errors.translated(f"read {key} in"):
             data = self._read(self._path(key))
         if data is not None and len(data) > MAX_OBJECT_BYTES:
@@ -149,14 +139,12 @@ class Storage:
             return self._read(self._path(key)) is not None
 
     def create(self, key: str, data: bytes) -> None:
-        """Create a small object. If several writers create the same key, one succeeds.
+        """Create a small object. If several writers create the same key, one succeeds. Raises
+        FileExistsError if it exists with other bytes; StorageError also if the storage cannot
+        promise this: see `check_create_only`.
 
         Succeeds if the object exists with the same bytes: the reply to an earlier attempt may have
         been lost. After an error it may have been stored: create it again to find out.
-
-        Raises:
-            FileExistsError: the object exists with other bytes.
-            StorageError: also if the storage cannot promise this; see `check_create_only`.
         """
         self.check_create_only()
         path = self._path(key)
@@ -173,12 +161,9 @@ class Storage:
     def read_into(
         self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
     ) -> RangeRead:
-        """Fill `view` with the object's bytes from `start` on.
-
-        Args:
-            version: returned by an earlier read. A storage that keeps versions reads that version;
-                others read the current state, so compare the result's version.
-        """
+        """Fill `view` with the object's bytes from `start` on. `version` is of an earlier read: a
+        storage that keeps versions reads that one; others read the current state, so compare the
+        result's version."""
         with self._errors.translated(f"read {key} in"):
             data = self._fs.cat_file(self._path(key), start=start, end=start + len(view))
         view[: len(data)] = data
@@ -187,15 +172,10 @@ class Storage:
     def upload(
         self, source: Path, key: str, stop: CancelSignal, size_bytes: int | None = None
     ) -> tuple[int, str]:
-        """Upload a file; return its size and its ``sha256:…`` digest. Overwrites.
+        """Upload a file, or its first `size_bytes`; return their number and ``sha256:…`` digest.
+        Overwrites. Raises CheckpointError if the file changed meanwhile, or is shorter.
 
         A failed upload leaves neither a partial object nor an unfinished upload.
-
-        Args:
-            size_bytes: upload only the first bytes of the file; None for all.
-
-        Raises:
-            CheckpointError: the file changed meanwhile, or is shorter than `size_bytes`.
         """
         with self._errors.translated(f"upload {source} to {key} in"):
             before = os.stat(source)
@@ -230,10 +210,8 @@ class Storage:
         return False
 
     def now(self) -> datetime | None:
-        """The time by the storage's clock; None if it does not tell. Writes a probe object.
-
-        Ages in a storage are compared by its own clock: the clocks of two machines may differ.
-        """
+        """The time by the storage's clock; None if it does not tell. Writes a probe object. Ages in
+        a storage are compared by its own clock: the clocks of two machines may differ."""
         key = f"{PROBES}/{uuid.uuid4()}"
         self.write(key, key.encode())
         try:
@@ -262,14 +240,8 @@ class Storage:
             return isinstance(cause, FileNotFoundError) and self._is_absence(self._path(key), cause)
 
     def clear(self, folder: str, keep: Collection[str] = ()) -> DeletedFiles:
-        """Delete all objects and unfinished uploads below a folder.
-
-        Args:
-            keep: the keys of objects that stay.
-
-        Raises:
-            StorageError: the storage failed, or objects still exist; names some of them.
-        """
+        """Delete all objects and unfinished uploads below a folder, but not the objects with the
+        keys `keep`. Raises StorageError if objects still exist; it names some of them."""
         uploads = self.abort_uploads(folder)
         before = {key: size for key, size in self.sizes(folder).items() if key not in keep}
         in_parallel(lambda key, _: self.remove(key), before, _DELETE_THREADS)
@@ -281,29 +253,20 @@ class Storage:
         return DeletedFiles(len(before), sum(before.values()), uploads)
 
     def unfinished_uploads(self, folder: str) -> list[tuple[str, StoredObject]]:
-        """The unfinished uploads below a folder that `objects` does not list, by their keys.
-
-        Their size counts as 0, and their time is when they began.
-        """
+        """The unfinished uploads below a folder that `objects` does not list, by their keys. Their
+        size counts as 0, and their time is when they began."""
         return []
 
     def abort_uploads(self, folder: str, before: datetime | None = None) -> int:
-        """Abort all unfinished uploads below a folder; return their number.
-
-        An upload that is still running there fails.
-
-        Args:
-            before: abort only uploads that began earlier, by the storage's clock.
-        """
+        """Abort all unfinished uploads below a folder; return their number. An upload that is still
+        running there fails. `before`: only those that began earlier, by the storage's clock."""
         return 0
 
     def check_create_only(self) -> None:
-        """Check that exactly one of several concurrent `create` calls for a key succeeds.
+        """Check that exactly one of several concurrent `create` calls for a key succeeds. Raises
+        StorageError if several may; it says why and what to do.
 
         Until it has succeeded once, each call writes a probe object.
-
-        Raises:
-            StorageError: several may succeed, or the storage failed; says why and what to do.
         """
         if self._is_create_only:
             return
@@ -316,11 +279,8 @@ class Storage:
 
     def check_usable(self) -> None:
         """Write, read back and delete a probe object, and compare its time with this machine's.
-
-        Raises:
-            StorageError: one of these fails, the clocks differ by more than a minute, or a write
-                cannot be create-only; says why and what to do.
-        """
+        Raises StorageError if one of these fails, the clocks differ by more than a minute, or a
+        write cannot be create-only; it says why and what to do."""
         key = f"{PROBES}/{uuid.uuid4()}"
         data, began = key.encode(), datetime.now(timezone.utc)
         # fsspec's own set-up raises these for wrong options or a wrong URL.
@@ -342,12 +302,8 @@ class Storage:
         self.check_create_only()
 
     def check_clock(self, began: datetime, written_at: datetime | None) -> None:
-        """Compare the time of a write by the storage's clock with the time around it by ours.
-
-        Args:
-            began: a time shortly before the write, by this machine's clock.
-            written_at: by the storage's clock; if None, it does not tell, and nothing is compared.
-        """
+        """Compare the time of a write by the storage's clock with this machine's: `began` is
+        shortly before the write. Nothing is compared if the storage does not tell the time."""
         if written_at is None:
             return
         # Storages that count whole seconds round down.

@@ -33,11 +33,9 @@ def piece_bytes(size_bytes: int) -> int:
 
 
 class BufferPool:
-    """A fixed number of reusable buffers. Safe to use from threads and from finalizers.
-
-    Memory is kept between pieces, because allocating costs more than filling; it is freed when no
-    transfer is in flight.
-    """
+    """A fixed number of reusable buffers. Safe to use from threads and from finalizers. Memory is
+    kept between pieces, because allocating costs more than filling; it is freed when no transfer is
+    in flight."""
 
     def __init__(self, buffers: int = POOL_BUFFERS) -> None:
         # SimpleQueue.put is reentrant, so a finalizer may call it inside any other method.
@@ -63,11 +61,8 @@ class BufferPool:
                         self._free.put(bytearray())
 
     def acquire(self, size_bytes: int, stop: CancelSignal) -> bytearray:
-        """Wait for a buffer of at least `size_bytes`; `release` it afterwards.
-
-        Raises:
-            WorkCancelled: `stop` was set.
-        """
+        """Wait for a buffer of at least `size_bytes`; `release` it afterwards. Raises WorkCancelled
+        if `stop` was set."""
         while True:
             stop.check()
             try:

@@ -27,11 +27,9 @@ _USER, _QUERY = re.compile(r"(?<=://)[^/\s]*@"), re.compile(r"\?[^\s)'\"]*=[^\s)
 
 
 def without_credentials(url: str) -> str:
-    """The URL without user and password, and without its query, which may be a signature.
-
-    A user name without a password stays (``sftp://me@host``, ``abfs://container@account``): it is
-    part of the location.
-    """
+    """The URL without user and password, and without its query, which may be a signature. A user
+    name without a password stays (``sftp://me@host``, ``abfs://container@account``): it is part of
+    the location."""
     if url.partition("://")[0] == "file":
         return url  # a path: no character has a special meaning
     address = _USER_AND_PASSWORD.sub("", url)

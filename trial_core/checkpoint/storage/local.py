@@ -44,11 +44,8 @@ _memory_lock = threading.Lock()
 
 
 class LocalStorage(Storage):
-    """A folder on this machine.
-
-    Links in it are followed to read. Nothing is written or deleted behind one: a writer of
-    the storage can make one to any folder of this user.
-    """
+    """A folder on this machine. Links in it are followed to read. Nothing is written or deleted
+    behind one: a writer of the storage can make one to any folder of this user."""
 
     def read_into(
         self, key: str, start: int, view: memoryview, stop: CancelSignal, version: str | None = None
@@ -63,13 +60,11 @@ class LocalStorage(Storage):
         return RangeRead(size_bytes, f"{status.st_ino}:{status.st_mtime_ns}:{status.st_size}")
 
     def objects(self, folder: str) -> dict[str, StoredObject]:
-        """As `Storage.objects`. A folder that cannot be read is an error, not an empty one.
+        """As `Storage.objects`. A folder that cannot be read is an error, not an empty one; so is a
+        link that leads nowhere (its disk is not mounted), or back.
 
         Else a sweep would take files for orphans whose manifest is behind a link. Links to folders
         are followed, at any depth.
-
-        Raises:
-            StorageError: a link leads nowhere (its disk is not mounted), or back.
         """
         found: dict[str, StoredObject] = {}
         with self._errors.translated(f"list {folder} in"):
@@ -84,10 +79,8 @@ class LocalStorage(Storage):
         return any(each.is_symlink() for each in (path, *path.parents) if root in each.parents)
 
     def clear(self, folder: str, keep: Collection[str] = ()) -> DeletedFiles:
-        """As `Storage.clear`; deletes the empty folders as well.
-
-        Of a link to a folder, only the link is deleted: the files are elsewhere.
-        """
+        """As `Storage.clear`; deletes the empty folders as well. Of a link to a folder, only the
+        link is deleted: the files are elsewhere."""
         self._require_no_link(self._path(folder))
         with self._errors.translated(f"delete {folder} in", RecursionError):
             for link in _links_below(self._path(folder)):
@@ -140,10 +133,8 @@ class LocalStorage(Storage):
         return None
 
     def _is_absence(self, path: str, error: FileNotFoundError) -> bool:
-        """As `Storage._is_absence`; raises if a link on the way leads nowhere.
-
-        A claim that is not seen would let a prune delete the uploads of its run.
-        """
+        """As `Storage._is_absence`; raises if a link on the way leads nowhere: a claim that is not
+        seen would let a prune delete the uploads of its run."""
         _require_no_dangling_link(Path(path))
         return True
 

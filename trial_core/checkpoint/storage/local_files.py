@@ -28,11 +28,8 @@ TEMPORARY_NAME = re.compile(r"(^|/)\.[0-9a-f]{32}\.part$")
 def sha256_of(
     file: BinaryIO, size_bytes: int, stop: CancelSignal, copy: IO[bytes] | None = None
 ) -> str:
-    """The SHA-256 of the next `size_bytes` of an open file, as hexadecimal digits.
-
-    Args:
-        copy: also gets the bytes.
-    """
+    """The SHA-256 of the next `size_bytes` of an open file, as hexadecimal digits. `copy` also gets
+    the bytes."""
     digest, left = hashlib.sha256(), size_bytes
     while chunk := file.read(min(READ_BYTES, left)):
         stop.check()
@@ -129,10 +126,8 @@ class PartFile:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to disk, and the folder's own name, which may be new.
-
-    A parent that this user may not read, such as that of all users' folders, has no new name.
-    """
+    """Sync the names in a folder to disk, and the folder's own name, which may be new: but not in a
+    parent that this user may not read, such as that of all users' folders."""
     for each in (folder, folder.parent):
         try:
             descriptor = os.open(each, os.O_RDONLY)

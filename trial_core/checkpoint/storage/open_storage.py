@@ -29,12 +29,9 @@ _PACKAGES = {
 
 
 def open_storage(url: str, options: dict[str, Any] | None = None) -> Storage:
-    """The storage at an fsspec URL or a plain path. Sends no request yet.
-
-    Raises:
-        StorageError: the URL is not valid, its package is not installed, or its credentials are
-            in a block that nobody has read.
-    """
+    """The storage at an fsspec URL or a plain path. Sends no request yet. Raises StorageError if
+    the URL is not valid, its package is not installed, or its credentials are in a block that
+    nothing has read."""
     options = dict(options or {})
     if BLOCK in options:
         raise StorageError(

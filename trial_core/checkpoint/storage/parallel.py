@@ -43,11 +43,8 @@ class CancelSignal:
 
     @contextmanager
     def calling(self, callback: Callable[[], object]) -> Iterator[None]:
-        """Call `callback` once if the signal is set inside the block, to interrupt a wait.
-
-        Raises:
-            WorkCancelled: the signal is set already.
-        """
+        """Call `callback` once if the signal is set inside the block, to interrupt a wait. Raises
+        WorkCancelled if it is set already."""
         with self._lock:
             self.check()
             self._callbacks.append(callback)
@@ -67,14 +64,9 @@ def in_parallel(
 ) -> list[Result]:
     """Call `work` on every item, on at most `threads` threads; return the results in order.
 
-    After the first failure no further item is started, running work is cancelled, and the
-    first error is raised. No work is still running when this returns or raises.
-
-    Args:
-        outer: cancels all work as well: the signal of the work that makes this call.
-
-    Raises:
-        WorkCancelled: `outer` was set.
+    After the first failure no further item is started, running work is cancelled, and the first
+    error is raised. No work is still running when this returns or raises. `outer`, the signal of
+    the work that makes this call, cancels all work as well, with WorkCancelled.
     """
     stop = CancelSignal()
     with (

@@ -82,10 +82,8 @@ class S3Requests:
         self._bucket = bucket
 
     async def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request; return the reply. If its credentials have been rewritten, send it again.
-
-        A body can be read again from its beginning.
-        """
+        """Send a request; return the reply. If its credentials have been rewritten, send it again:
+        a body can be read again from its beginning."""
         await self._fs.set_session()
         client = await self._fs.get_s3(self._bucket)
         events = client.meta.events
@@ -165,11 +163,8 @@ class S3Requests:
         return found
 
     async def unfinished(self, prefix: str) -> list[dict[str, Any]]:
-        """All unfinished multipart uploads: S3's ``Key``, ``UploadId`` and ``Initiated``.
-
-        Args:
-            prefix: a key, or a folder with a slash at its end.
-        """
+        """All unfinished multipart uploads to a key, or below a folder with a slash at its end:
+        S3's ``Key``, ``UploadId`` and ``Initiated``."""
         found: list[dict[str, Any]] = []
         page: dict[str, str] | None = {}
         while page is not None:
@@ -224,15 +219,8 @@ class S3Requests:
 
 
 async def _has_other_credentials(fs: Any, client: Any, refused: Any, error: OSError) -> bool:
-    """Look for credentials where the client's came from; if there are others, let it use them.
-
-    Args:
-        refused: the client's credentials before its request.
-        error: the failure of the request.
-
-    Returns:
-        Whether the request should be sent again.
-    """
+    """Look for credentials where the client's came from; if there are others, let it use them, and
+    return True: the request should be sent again. `refused`: those of the request that failed."""
     code = service_code(error)
     if refused is None or refused.method == "explicit":  # of the options: they do not change
         return False
@@ -264,20 +252,16 @@ def _are_equal(found: Any, refused: Any) -> bool:
 
 
 def _remove_expect(params: dict[str, Any], **_: Any) -> None:
-    """Send the body without waiting for ``100 Continue``.
-
-    aiohttp would wait for ever for a server that does not send it; otherwise it costs a round trip.
-    """
+    """Send the body without waiting for ``100 Continue``: aiohttp would wait for ever for a server
+    that does not send it; otherwise it costs a round trip."""
     params["headers"].pop("Expect", None)
 
 
 def _pause_after_404(
     response: tuple[Any, dict[str, Any]] | None, attempts: int, operation: Any, **_: Any
 ) -> float | None:
-    """Seconds until a request is sent again after a 404 of a proxy; None if it is not sent again.
-
-    As botocore does after a 502, 503 or 504. To HEAD, a storage answers 404 without a document.
-    """
+    """Seconds until a request is sent again after a 404 of a proxy, as botocore does after a 502,
+    503 or 504; None if it is not sent again. To HEAD, a storage answers 404 without a document."""
     is_over = attempts >= _FOREIGN_404_TRIES or operation.http["method"] == "HEAD"
     if response is None or is_over or not is_foreign_404(response[1]):
         return None

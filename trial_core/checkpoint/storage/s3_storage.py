@@ -175,10 +175,8 @@ class S3Storage(Storage):
         return digest
 
     def _abort(self, key: str, upload_id: str | None) -> None:
-        """Abort a failed upload. Only logs a failure: the caller has the first cause.
-
-        Without an id, as after a lost reply, all uploads to the key are aborted.
-        """
+        """Abort a failed upload; without an id, as after a lost reply, all uploads to the key. Only
+        logs a failure: the caller has the first cause."""
         abort = self._requests.abort(key, upload_id)
         try:
             self._run(asyncio.wait_for(abort, ABORT_SECONDS))
@@ -193,12 +191,10 @@ def run_on_loop(
     loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], stop: CancelSignal
 ) -> T:
     """Run a coroutine on another thread's event loop; it has ended when this returns or raises.
+    Raises WorkCancelled if `stop` was set.
 
     The future of `asyncio.run_coroutine_threadsafe` counts as cancelled at once, while the
     coroutine may still write into a buffer.
-
-    Raises:
-        WorkCancelled: `stop` was set.
     """
     tasks: list[asyncio.Task[T]] = []
     ended = threading.Event()

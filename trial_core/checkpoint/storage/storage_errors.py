@@ -138,11 +138,8 @@ def storage_exceptions() -> tuple[type[BaseException], ...]:
 
 
 def service_code(error: BaseException) -> str | None:
-    """The code (``NoSuchBucket``) of the reply of S3 or Azure that caused `error`.
-
-    It is ``404`` and so on, or empty, if the reply had no S3 error document; None without such a
-    reply.
-    """
+    """The code (``NoSuchBucket``) of the reply of S3 or Azure that caused `error`: ``404`` and so
+    on, or empty, if the reply had no S3 error document; None without such a reply."""
     for cause in _causes(error):
         response = getattr(cause, "response", None)
         if isinstance(response, Mapping) and isinstance(response.get("Error"), Mapping):
@@ -163,10 +160,8 @@ def statuses(error: BaseException) -> Iterator[int]:
 
 
 def is_foreign_404(response: object) -> bool:
-    """Return whether botocore's parsed reply is a 404 without an S3 error document.
-
-    A storage sends the document with every 404, except to HEAD, which we never send.
-    """
+    """Return whether botocore's parsed reply is a 404 without an S3 error document. A storage sends
+    one with every 404, except to HEAD, which we never send."""
     return (
         isinstance(response, Mapping)
         and response.get("ResponseMetadata", {}).get("HTTPStatusCode") == 404
@@ -175,10 +170,8 @@ def is_foreign_404(response: object) -> bool:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether the server refused the request as it is.
-
-    False if the connection broke, or if the server failed or is busy: it may accept next time.
-    """
+    """Return whether the server refused the request as it is: not if the connection broke, or if
+    the server failed or is busy. Then it may accept next time."""
     if _is_foreign(error):
         return False
     return any(isinstance(cause, FileExistsError) for cause in _causes(error)) or any(
@@ -213,12 +206,8 @@ class ErrorTranslator:
 
     @contextmanager
     def translated(self, doing: str, *also: type[BaseException]) -> Iterator[None]:
-        """Raise errors of the storage inside the block as `StorageError`.
-
-        Args:
-            doing: completes "cannot … URL": ``"write to"``.
-            also: further error classes that only the storage can raise inside the block.
-        """
+        """Raise errors of the storage inside the block as `StorageError`: "cannot {doing} URL".
+        `also`: further error classes that only the storage can raise inside the block."""
         try:
             yield
         except (*storage_exceptions(), *also) as error:

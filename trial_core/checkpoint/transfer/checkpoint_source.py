@@ -36,12 +36,9 @@ class CheckpointSource:
 
     @contextmanager
     def files(self, entries: list[FileEntry]) -> Iterator[Path]:
-        """A folder with these files of the checkpoint, verified.
-
-        Raises:
-            CheckpointNotFound: the checkpoint was deleted after its manifest was read.
-            CheckpointDamaged: a file is missing or differs.
-        """
+        """A folder with these files of the checkpoint, verified. Raises CheckpointNotFound if the
+        checkpoint was deleted after its manifest was read; CheckpointDamaged if a file is missing
+        or differs."""
         if isinstance(self.place, Path):
             check_downloaded(self.place, self.manifest.uuid, entries)
             yield self.place
@@ -58,15 +55,11 @@ class CheckpointSource:
 def open_checkpoint(
     path: str | os.PathLike[str], beside: CheckpointStore | None = None
 ) -> CheckpointSource:
-    """The checkpoint in a downloaded folder, or at the URL of its folder in a storage.
+    """The checkpoint in a downloaded folder, or at the URL of its folder in a storage. Raises
+    CheckpointNotFound if none is there; CheckpointError if `path` is neither such a folder nor such
+    a URL.
 
-    Args:
-        beside: a storage whose options (endpoint, credentials) a URL of the same protocol needs,
-            too.
-
-    Raises:
-        CheckpointNotFound: no checkpoint is there.
-        CheckpointError: `path` is neither such a folder nor such a URL.
+    `beside`: a storage whose options (endpoint, credentials) a URL of the same protocol needs, too.
     """
     text = os.fspath(path)
     text = text.removeprefix(_FILE).rstrip("/") or "/"
@@ -108,14 +101,11 @@ def copy_into(store: CheckpointStore, place: str, fence: Fence | None) -> Manife
     """Copy the checkpoint at `place` to the storage of the run that continues its trial.
 
     Returns the manifest in `store`. Does nothing if it is there. May be repeated after an error.
-
-    Args:
-        fence: of the run's attempt; None in test mode, which stores nothing.
+    `fence`: of the run's attempt; None in test mode, which stores nothing.
 
     Raises:
         CheckpointDamaged: a file is missing or differs from the manifest.
         ConfigError: the checkpoint is not in `store`, and `fence` is None.
-        StorageError: a storage failed.
     """
     source = open_checkpoint(place, store)
     manifest = source.manifest

@@ -41,12 +41,8 @@ def tar(contents: Mapping[str, File]) -> bytes:
 
 
 def unpack_code(data: bytes, target: Path, what: str = "the code of the checkpoint") -> None:
-    """Unpack an archive into a new folder, which replaces an existing one.
-
-    Raises:
-        CheckpointDamaged: it is not an archive of `tar`.
-        StorageError: `target` cannot be written.
-    """
+    """Unpack an archive into a new folder, which replaces an existing one. Raises CheckpointDamaged
+    if it is not an archive of `tar`, StorageError if `target` cannot be written."""
     contents = _contents(data, what)
     with ErrorTranslator(str(target)).translated("write into"):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -151,12 +151,9 @@ class PackedCode:
 
 
 def check_code_folder(folder: Path) -> None:
-    """Refuse a folder of which nothing could be sent to nodes.
-
-    Raises:
-        ConfigError: it is the user's home folder or holds it, or it is the root of a file system,
-            and git tracks nothing of it.
-    """
+    """Refuse a folder of which nothing could be sent to nodes: it is the user's home folder or
+    holds it, or it is the root of a file system, and git tracks nothing of it. Raises
+    ConfigError."""
     if (problem := _holds_much(folder)) is not None and _held_by_git(folder, problem)[0] is None:
         raise ConfigError(
             f"code: {problem}: move the trial or script and its experiment to a folder for them "
@@ -185,14 +182,11 @@ def _held_by_git(folder: Path, much: str | None) -> tuple[GitFiles | None, str |
 def pack_code(
     folder: Path, not_code: Collection[Path] = (), secrets: Collection[str] = ()
 ) -> PackedCode:
-    """Pack a code folder.
+    """Pack a code folder. Raises ConfigError if a line of the ignore file is not a pattern.
 
     Args:
         not_code: files and folders that are not code, wherever they are.
         secrets: credentials of the experiment. A file that has one in it is left out.
-
-    Raises:
-        ConfigError: a line of the ignore file is not a pattern.
     """
     much = _holds_much(folder)
     held, problem = _held_by_git(folder, much)
@@ -218,8 +212,7 @@ class _File:
     """A file that may be packed.
 
     Attributes:
-        name: its path in the code folder.
-        real: the same, of the file that a link leads to.
+        name, real: its path in the code folder, and that of the file that a link leads to.
         is_known: True if git tracks it, or a pattern takes it in.
         version: its device and inode, and when it was changed: others if its content is another.
     """

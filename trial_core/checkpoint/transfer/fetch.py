@@ -44,12 +44,11 @@ def fetch_files(
     *,
     on_read: OnRead = unheard,
 ) -> int:
-    """Bring files of a checkpoint into `target`, verified; return the bytes fetched.
-
-    A file that is there already with the right digest is not fetched.
+    """Bring files of a checkpoint into `target`, verified; return the bytes fetched. A file that is
+    there already with the right digest is not fetched.
 
     Raises:
-        CheckpointDamaged: a file is missing or differs; names it.
+        CheckpointDamaged: a file is missing or differs, or would be written outside `target`.
         StorageError: the storage failed, or `target` cannot be written.
     """
     wanted = list(entries)
@@ -73,14 +72,10 @@ def take_local(
     uuid: str, entries: Iterable[FileEntry], target: Path, local: Sequence[Path] = ()
 ) -> list[FileEntry]:
     """Bring files of a checkpoint into `target` that are on this machine; return the other ones.
+    Raises as `fetch_files`.
 
-    Args:
-        local: folders that may hold the same files under the same paths, for example from an
-            earlier launch. Files with the right digest are linked or copied.
-
-    Raises:
-        CheckpointDamaged: a file would be written outside `target`.
-        StorageError: `target` cannot be written.
+    `local`: folders that may hold the same files under the same paths, for example from an earlier
+    launch. Files with the right digest are linked or copied.
     """
     wanted = list(entries)
     _check_paths(uuid, wanted, target)
@@ -112,10 +107,10 @@ def download(
 
     Args:
         uuid: the checkpoint's uuid, or an unambiguous prefix of it.
-        target: a new or empty folder, or one that holds this checkpoint or a part of it.
+        target: a new or empty folder, or one that holds this checkpoint or a part of it;
+            CheckpointError if it holds other files.
 
     Raises:
-        CheckpointError: `target` holds other files.
         CheckpointNotFound: no checkpoint matches, or it has been deleted meanwhile.
         CheckpointDamaged: a file is missing or differs.
     """
@@ -146,12 +141,8 @@ def download(
 
 
 def check_downloaded(folder: Path, uuid: str, entries: Iterable[FileEntry]) -> None:
-    """Compare files of a downloaded checkpoint with its manifest.
-
-    Raises:
-        CheckpointDamaged: a file is missing or differs; names all of them.
-        StorageError: a file cannot be read.
-    """
+    """Compare files of a downloaded checkpoint with its manifest. Raises CheckpointDamaged, which
+    names all that are missing or differ, or StorageError if one cannot be read."""
     wanted = list(entries)
     with ErrorTranslator(str(folder)).translated("read"):
         intact = in_parallel(

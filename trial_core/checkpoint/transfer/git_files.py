@@ -18,11 +18,9 @@ _KEPT_VARIABLES = ("GIT_CONFIG", "GIT_CEILING")
 
 @dataclass(frozen=True)
 class GitFiles:
-    """The files of a folder in a git checkout, by their paths relative to the folder: those in
-    git's index, and new ones that it does not ignore.
-
-    Files of submodules, and of checkouts within the checkout, are among them.
-    """
+    """The files of a folder in a git checkout, by their paths relative to the folder, with those of
+    submodules and of checkouts within it: the files in git's index, and new ones that it does not
+    ignore."""
 
     tracked: set[str] = field(default_factory=set)
     new: set[str] = field(default_factory=set)
@@ -33,17 +31,12 @@ class GitUnusable(Exception):
 
 
 def git_files(folder: Path, with_new: bool = True) -> GitFiles | None:
-    """The files that git holds of `folder`, a real path; None if it is no code of a git checkout.
+    """The files that git holds of `folder`, a real path; None if it is no code of a git checkout. A
+    checkout around the folder that ignores the whole folder (of a home folder's settings, for
+    example) does not count. `with_new`: look for new files too, which reads the whole folder.
 
-    A checkout around the folder that ignores the whole folder (of a home folder's settings, for
-    example) does not count.
-
-    Args:
-        with_new: True to look for new files too, which reads the whole folder.
-
-    Raises:
-        GitUnusable: git is not installed, takes a minute, or refuses: as in a checkout of another
-            user ("dubious ownership").
+    Raises GitUnusable if git is not installed, takes a minute, or refuses: as in a checkout of
+    another user ("dubious ownership").
     """
     if not any(os.path.lexists(each / ".git") for each in (folder, *folder.parents)):
         return None

@@ -74,14 +74,11 @@ _logger = logging.getLogger(__name__)
 def import_checkpoint(
     store: CheckpointStore, url: str, options: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """The checkpoint with the files at `url`; imported now, unless that was done before.
+    """The checkpoint with the files at `url`, a folder or a file; imported now, unless that was
+    done before. `options` are for the fsspec file system of `url`.
 
     The files are recognised by their names, sizes and times: the trial's id is a digest of them.
     Each import has a uuid of its own. The commit of one ends the uploads below its uuid.
-
-    Args:
-        url: a folder or a file: a path, or a URL of fsspec.
-        options: for the fsspec file system of `url`.
 
     Raises:
         CheckpointNotFound: no files are there.
@@ -322,13 +319,8 @@ def _as_weights(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _check_file(file: Path, suffix: str, shown: str) -> None:
-    """Check that a file is one of torch.save, by its checksums, or of safetensors.
-
-    A stranger's folder may have links to anything on this machine: only tensors are copied.
-
-    Raises:
-        CheckpointDamaged: it is not, or a checksum differs.
-    """
+    """Check that a file is one of torch.save, by its checksums, or of safetensors: a stranger's
+    folder may have links to anything on this machine. Raises CheckpointDamaged if it is not."""
     with file.open("rb") as content:
         start = content.read(len(_LEGACY))
     is_archive = suffix != ".safetensors" and zipfile.is_zipfile(file)

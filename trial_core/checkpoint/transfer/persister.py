@@ -81,11 +81,8 @@ os.register_at_fork(
 
 
 class Persister:
-    """Uploads and fetches in a separate process. For one thread at a time.
-
-    Args:
-        stall_seconds: kill the process when it has moved nothing for this long; None for never.
-    """
+    """Uploads and fetches in a separate process, which is killed when it has moved nothing for
+    `stall_seconds`, unless that is None. For one thread at a time."""
 
     def __init__(self, stall_seconds: float | None = None) -> None:
         self._stall_seconds = stall_seconds
@@ -100,9 +97,8 @@ class Persister:
         files: list[StagedFile],
         shared: Sequence[FileEntry] = (),
     ) -> list[FileEntry]:
-        """Upload this rank's files of a checkpoint, as `upload_staged`; return their entries.
-
-        May be called again after an error: files that are stored already are skipped.
+        """Upload this rank's files of a checkpoint, as `upload_staged`; return their entries. May
+        be called again after an error: files that are stored already are skipped.
 
         Raises:
             StorageError: the storage failed, the process died, or it hung and was killed.
@@ -125,19 +121,9 @@ class Persister:
                 f"the process that uploads its files {end}; not stored: {first_few(left)}"
             ) from None
 
-    def fetch(
-        self,
-        storage: StorageSpec,
-        uuid: str,
-        files: list[FileEntry],
-        target: Path,
-    ) -> int:
+    def fetch(self, storage: StorageSpec, uuid: str, files: list[FileEntry], target: Path) -> int:
         """Bring files of a checkpoint to this machine, as `fetch_files`; return the bytes fetched.
-
-        Raises:
-            CheckpointDamaged: a file is missing or differs.
-            StorageError: the storage failed, the process died, or it hung and was killed.
-        """
+        Raises StorageError also if the process died, or hung and was killed."""
         request = FetchRequest(storage=storage, uuid=uuid, files=files, target=str(target))
         try:
             return self._request(request, lambda entry: None).fetched_bytes
@@ -196,12 +182,10 @@ _ahead: _Ahead | None = None
 
 
 def fork_ahead(prepare: Callable[[], None]) -> None:
-    """Fork this rank's first persister process, which then imports nothing.
+    """Fork this rank's first persister process, which then imports nothing, and calls `prepare`
+    first.
 
     Only in a process with one thread: a rank that a fork server has just forked.
-
-    Args:
-        prepare: called first in the new process.
     """
     global _ahead
     ours, theirs = socket.socketpair()
@@ -301,12 +285,8 @@ class _Process:
 
 
 class StallWatch:
-    """A context manager that watches a process while it works.
-
-    Args:
-        timeout_seconds: the stall timeout; None for no limit.
-        on_stall: called once, on the watch's thread, when the timeout is over.
-    """
+    """A context manager that watches a process while it works, and calls `on_stall` once, on its
+    thread, when the stall timeout is over. Without a timeout, it only logs the progress."""
 
     def __init__(
         self, pid: int, timeout_seconds: float | None, on_stall: Callable[[], None]

@@ -34,13 +34,9 @@ def tensorboard_url(store: CheckpointStore, trial: str) -> str:
 
 
 class RunFiles:
-    """Uploads the files of a folder that are new or have changed. For one thread at a time.
-
-    Args:
-        folder: the folder to upload; need not exist yet.
-        into: the target below the trial's folder in the storage.
-        scratch: a folder for temporary copies, on a disk with room for one file.
-    """
+    """Uploads the files of `folder`, which need not exist yet, that are new or have changed, to
+    `into` below the trial's folder in the storage. For one thread at a time. `scratch`: a folder
+    for temporary copies, on a disk with room for one file."""
 
     def __init__(
         self, store: CheckpointStore, trial: str, folder: Path, into: str, scratch: Path
@@ -53,12 +49,8 @@ class RunFiles:
         self._uploaded: dict[Path, tuple[int, int]] = {}
 
     def upload_changed(self) -> int:
-        """Upload all new and changed files; return their number.
-
-        Raises:
-            StorageError: the storage failed, or the folder cannot be read. Files uploaded before
-                the error are not uploaded again.
-        """
+        """Upload all new and changed files; return their number. Raises StorageError if the storage
+        failed, or the folder cannot be read; files uploaded before are not uploaded again."""
         with ErrorTranslator(str(self._folder)).translated("read the files to upload in"):
             changed = {
                 path: stamp

@@ -112,10 +112,8 @@ _MAX_LINES = 1000  # of a section, in text that is not parsed
 
 
 def is_named_as_credentials(path: str) -> bool:
-    """Return whether a file's or its folder's name usually means credentials.
-
-    Copies that editors and people keep (``.bak``) count as their originals.
-    """
+    """Return whether a file's or its folder's name usually means credentials. Copies that editors
+    and people keep (``.bak``) count as their originals."""
     return _NAMES.match_file(_BACKUP.sub("", path.lower()))
 
 

@@ -46,20 +46,13 @@ class TrialCode:
 
 
 def code_of_folder(
-    config: ExperimentConfig,
-    store: CheckpointStore,
-    logger: AnyLogger,
-    must_send: bool = False,
+    config: ExperimentConfig, store: CheckpointStore, logger: AnyLogger, must_send: bool = False
 ) -> TrialCode:
-    """Pack the code folder of an experiment for the checkpoints in `store`.
+    """Pack the code folder of an experiment for the checkpoints in `store`. Logs the size, and
+    warns of files that are left out.
 
-    Logs the size, and warns of files that are left out.
-
-    Args:
-        must_send: True if the archive is all that the ranks have where they start.
-
-    Raises:
-        ConfigError: as `pack_code`; or the ranks would not have the entrypoint's own file.
+    Raises ConfigError as `pack_code`; or, if the archive is all that the ranks have where they
+    start (`must_send`), because it lacks the entrypoint's own file.
     """
     packed = packed_code(config, store)
     logger.info("checkpoints get %s", packed.summary(config.code))
@@ -102,11 +95,8 @@ def entrypoint_left_out(config: ExperimentConfig, packed: PackedCode) -> str | N
 
 
 def packed_code(config: ExperimentConfig, store: CheckpointStore) -> PackedCode:
-    """The packed code folder of an experiment, without the experiment's files that are not code.
-
-    These are the runs' folder, the storage, the token of its nodes, and its credentials. Raises as
-    `pack_code`.
-    """
+    """The packed code folder of an experiment, without its files that are not code: the runs'
+    folder, the storage, the token of its nodes, its credentials. Raises as `pack_code`."""
     not_code = [home_folder()]
     if (token := config.resources.channel.token_file) is not None:
         not_code.append(token.expanduser())
@@ -122,11 +112,8 @@ def packed_code(config: ExperimentConfig, store: CheckpointStore) -> PackedCode:
 def upload_code(
     store: CheckpointStore, uuid: str, archive: bytes | None, shared: Iterable[FileEntry] = ()
 ) -> FileEntry | None:
-    """Store a checkpoint's code; return its entry for the manifest. May be repeated.
-
-    Call it after `CheckpointStore.announce_upload`, so that leftovers of it are found. `shared`: as
-    for `upload_staged`.
-    """
+    """Store a checkpoint's code, after `CheckpointStore.announce_upload`, so that leftovers are
+    found; return its entry for the manifest. May be repeated. `shared`: as for `upload_staged`."""
     if archive is None:
         return None
     digest = f"sha256:{hashlib.sha256(archive).hexdigest()}"
@@ -142,14 +129,9 @@ def upload_code(
 
 
 def code_of_checkpoint(checkpoint: CheckpointSource, target: Path) -> TrialCode:
-    """Fetch the code of a checkpoint into a folder, replacing the folder.
-
-    Raises:
-        CheckpointError: the checkpoint has no code.
-        CheckpointNotFound: it was deleted after its manifest was read.
-        CheckpointDamaged: its code is missing, differs from the manifest, or is too large to be of
-            trialflow.
-    """
+    """Fetch the code of a checkpoint into a folder, replacing the folder. Raises as
+    `CheckpointSource.files`, and CheckpointError if the checkpoint has no code, or more than
+    trialflow packs."""
     manifest = checkpoint.manifest
     if manifest.code is None:
         raise CheckpointError(

@@ -34,8 +34,7 @@ class StagedCheckpoint:
 
     Attributes:
         saved_at: when it was staged; a retry of the upload must give the same manifest.
-        progress: the run's progress, this checkpoint included.
-        metrics: the last metrics of each kind.
+        progress, metrics: the run's, this checkpoint included; the last metrics of each kind.
         folders: each rank's staging folder, if the driver uploads the files.
     """
 
@@ -67,14 +66,11 @@ class StagedFile(msgspec.Struct, frozen=True):
 
 
 def staged_files(staging: Path, rank: int) -> list[StagedFile]:
-    """All files below a rank's staging folder, sorted by path.
+    """All files below a rank's staging folder, sorted by path. Raises CheckpointError if a name is
+    not allowed in a checkpoint, StorageError if the folder cannot be read.
 
     Links are followed only inside the folder, or to a memory file. Other links are skipped with a
     warning, as are links that are broken or form a circle. Empty folders are skipped.
-
-    Raises:
-        CheckpointError: a file's name is not allowed in a checkpoint.
-        StorageError: the folder cannot be read.
     """
     root = staging.resolve()
     with ErrorTranslator(str(staging)).translated("read the files to upload in"):
@@ -89,10 +85,8 @@ def staged_files(staging: Path, rank: int) -> list[StagedFile]:
 def upload_files(
     store: CheckpointStore, uuid: str, staging: Path, rank: int, shared: Iterable[FileEntry] = ()
 ) -> list[FileEntry]:
-    """Upload all files of a rank's staging folder (see `staged_files` and `upload_staged`).
-
-    May be called again after an error: files that are not committed are overwritten.
-    """
+    """Upload all files of a rank's staging folder: see `staged_files` and `upload_staged`. May be
+    called again after an error: files that are not committed are overwritten."""
     return upload_staged(store, uuid, staged_files(staging, rank), rank, shared=shared)
 
 
@@ -173,10 +167,7 @@ def upload_staged(
 
 def merge_entries(per_rank: Mapping[int, Iterable[FileEntry]]) -> list[FileEntry]:
     """The files of all ranks, sorted by path. Of equal files, the lowest rank's entry is kept.
-
-    Raises:
-        CheckpointRefused: several ranks wrote different files under one name.
-    """
+    Raises CheckpointRefused if several ranks wrote different files under one name."""
     merged: dict[StoredPath, FileEntry] = {}
     for rank in sorted(per_rank):
         for entry in per_rank[rank]:

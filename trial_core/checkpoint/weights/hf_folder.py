@@ -72,11 +72,8 @@ def write_model(
 def write_adapter(
     weights: Mapping[str, SavedWeight], facts: HFFacts, files: Path, target: Path
 ) -> list[str]:
-    """Write an adapter alone, as ``PeftModel.save_pretrained`` does. See `write_model`.
-
-    Raises:
-        CheckpointError: the model has no LoRA adapter.
-    """
+    """Write an adapter alone, as ``PeftModel.save_pretrained`` does. See `write_model`. Raises
+    CheckpointError if the model has no LoRA adapter."""
     if facts.adapter is None:
         found = f"an adapter that {facts.obstacle}" if facts.obstacle else "no adapter of peft"
         raise CheckpointError(f"the model has {found}; export one file: --to FILE.safetensors")
@@ -89,12 +86,8 @@ def write_adapter(
 
 def push(folder: Path, repository: str, message: str, without: str) -> str:
     """Upload a folder, without one of its files, to a hub, into a private repository if it is new.
-    Returns its address.
-
-    Raises:
-        ConfigError: ``huggingface_hub`` is not installed.
-        StorageError: the hub refuses.
-    """
+    Returns its address. Raises ConfigError if ``huggingface_hub`` is not installed, StorageError if
+    the hub refuses."""
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
@@ -163,10 +156,8 @@ def _not_merged(reason: str) -> CheckpointError:
 
 
 def _without_ties(own: Mapping[str, SavedWeight], facts: HFFacts) -> dict[str, SavedWeight]:
-    """The weights without the names that ``from_pretrained`` ties to others that are there.
-
-    All weights if one is no longer tied: the config has one word for all ties.
-    """
+    """The weights without the names that ``from_pretrained`` ties to others that are there. All
+    weights if one is no longer tied: the config has one word for all ties."""
     uses = Counter(own.values())
     stored = {}
     for name, weight in own.items():

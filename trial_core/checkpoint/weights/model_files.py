@@ -93,11 +93,8 @@ def write_facts(
 
 
 def read_facts(source: Path) -> ModelFacts:
-    """The facts of all model-parallel ranks. `source`: the `facts_folder`; may be missing.
-
-    Raises:
-        CheckpointError: a file does not have these facts.
-    """
+    """The facts of all model-parallel ranks, in the `facts_folder` `source`, which may be missing.
+    Raises CheckpointError if a file does not have these facts."""
     found = []
     for file in sorted(source.glob("facts_*.json")):
         try:

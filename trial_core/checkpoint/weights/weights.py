@@ -24,11 +24,8 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)  # tied names have the same one
 class SavedWeight:
-    """A weight in a checkpoint's files: its whole shape, and the type with which it is read.
-
-    Attributes:
-        read: returns the whole tensor: contiguous, on the CPU, in its own memory.
-    """
+    """A weight in a checkpoint's files: its whole shape, and the type with which it is read. `read`
+    returns the whole tensor: contiguous, on the CPU, in its own memory."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -42,11 +39,8 @@ def read_all(saved: Mapping[str, SavedWeight]) -> Weights:
 
 
 def has_16bit_weights(module: Weights, name: str, dtype: Precision) -> bool:
-    """Return whether a module has 16-bit weights.
-
-    Raises:
-        CheckpointError: it has none, and `dtype` asks for them.
-    """
+    """Return whether a module has 16-bit weights. Raises CheckpointError if it has none, and
+    `dtype` asks for them."""
     has_16bit = any(each.dtype in _16BIT_TYPES for each in module.values())
     if dtype == "16bit" and not has_16bit:
         raise CheckpointError(
@@ -65,12 +59,9 @@ def tensors_of(module: Mapping[str, Any]) -> Weights:
 
 
 def first_names(module: Weights, shared: Mapping[str, str]) -> dict[str, str]:
-    """For each name, the first name of the same weights.
-
-    Args:
-        shared: DeepSpeed's list of tied parameters. Under ZeRO-3 it is the only source, since the
-            module holds placeholders. Elsewhere tied names share their memory.
-    """
+    """For each name, the first name of the same weights, which share their memory. `shared` is
+    DeepSpeed's list of tied parameters: under ZeRO-3 the only source, since the module holds
+    placeholders."""
     first: dict[Any, str] = {}
     names = {}
     for name, tensor in module.items():
@@ -105,14 +96,12 @@ def target_type(stored: torch.dtype, computed: torch.dtype, dtype: Precision) ->
 
 
 def write_weights(weights: Weights, target: Path, facts: Mapping[str, str]) -> None:
-    """Write weights to a safetensors file; with any other suffix, with ``torch.save``.
+    """Write weights to a safetensors file; with any other suffix, with ``torch.save``. Raises
+    StorageError if the file cannot be written.
 
     safetensors stores one copy of tied weights, under the first of their names. The metadata maps
     each other name to the first, as ``safetensors.torch.save_model`` does, so that ``load_model``
     ties them again; it also has the `facts`. ``torch.save`` keeps the tie itself.
-
-    Raises:
-        StorageError: the file cannot be written.
     """
     first: dict[int, str] = {}
     for name, tensor in weights.items():
