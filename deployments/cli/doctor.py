@@ -177,7 +177,7 @@ def stored(place: StoragePlace, overrides: list[str] | None = None) -> Iterator[
     try:
         store = place.open_store(overrides)
         with waiting(f"writing to {store.url}"):
-            store.check_writable()
+            store.storage.check_usable()
         yield Check("storage", "ok", f"{store.url} is writable, and its writes can be create-only")
     except TrialflowError as error:
         yield Check("storage", "fail", str(error))

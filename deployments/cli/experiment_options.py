@@ -224,7 +224,7 @@ def refuse_what_cannot_run(
     if store is not None:
         # the run waits longer
         with contextlib.suppress(StillRunning), waiting(f"trying the storage {store.url}"):
-            in_background(store.check_writable, "storage-check").result(STORAGE_SECONDS)
+            in_background(store.storage.check_usable, "storage-check").result(STORAGE_SECONDS)
 
 
 def named_trial(named: str, trials: Iterable[str], kind: str = "trial") -> str | None:

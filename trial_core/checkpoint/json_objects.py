@@ -24,7 +24,7 @@ Name = TypeVar("Name")
 _logger = logging.getLogger(__name__)
 
 
-def encode_json(value: msgspec.Struct) -> bytes:
+def encode_json(value: msgspec.Struct | dict[str, Any]) -> bytes:
     """The bytes to store: JSON that a person can read."""
     return msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n"
 

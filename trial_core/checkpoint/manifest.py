@@ -22,6 +22,7 @@ from typing import Annotated, Any
 import msgspec
 
 from trial_core.checkpoint import layout
+from trial_core.checkpoint.json_objects import encode_json
 from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.storage.base import MAX_OBJECT_BYTES
 from trial_core.common.decoding import convert
@@ -264,8 +265,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
                 "metrics and hyperparameters may hold numbers, strings, booleans, lists and "
                 "mappings with string keys"
             ) from error
-        sealed = msgspec.json.encode({**fields, _DIGEST: _digest_of(fields)})
-        return msgspec.json.format(sealed, indent=2) + b"\n"
+        return encode_json({**fields, _DIGEST: _digest_of(fields)})
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "the manifest") -> Manifest:

@@ -26,10 +26,9 @@ from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.checkpoint.verified_read import (
     Damage,
     OnRead,
-    damage_error,
     find_damage,
-    note_damage,
     read_verified,
+    refuse_damaged,
     unheard,
 )
 from trial_core.common.text_format import first_few, slug
@@ -96,14 +95,6 @@ class CheckpointStore:
     def files_url(self, uuid: str) -> str:
         """The URL of the folder of a checkpoint's files, for messages."""
         return f"{self.url}/{layout.files_folder(uuid)}"
-
-    def check_writable(self) -> None:
-        """Write, read back and delete a small object.
-
-        Raises:
-            StorageError: the storage cannot be used; says why and what to do.
-        """
-        self.storage.check_usable()
 
     def forget_trial(self, trial: str) -> None:
         """Delete everything of a trial. It must be new, and no run of it may be alive."""
@@ -307,7 +298,7 @@ class CheckpointStore:
         manifest = self.open(uuid)
         if damage := self.find_damage(manifest.uuid, manifest.all_files):
             self.raise_if_deleted(manifest.uuid)
-            raise damage_error(self.storage, manifest.uuid, damage)
+            refuse_damaged(self.storage, manifest.uuid, *damage)
         return manifest
 
     def find_damage(
@@ -324,11 +315,10 @@ class CheckpointStore:
         if (entry := manifest.file(path)) is None:
             return None
         content = read_verified(self.storage, manifest.uuid, entry)
-        if isinstance(content, bytes):
-            return content
-        self.raise_if_deleted(manifest.uuid)
-        note_damage(self.storage, manifest.uuid, [content])
-        raise damage_error(self.storage, manifest.uuid, [content])
+        if not isinstance(content, bytes):
+            self.raise_if_deleted(manifest.uuid)
+            refuse_damaged(self.storage, manifest.uuid, content)
+        return content
 
     def raise_if_deleted(self, uuid: str) -> None:
         """Call after finding damage in an unclaimed checkpoint: a concurrent prune deletes the

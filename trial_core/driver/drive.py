@@ -84,7 +84,7 @@ def drive_trial(
     """
     store = CheckpointStore(config.checkpoint_storage.url, config.checkpoint_storage.options)
     check_trackers(config)
-    store.check_writable()
+    store.storage.check_usable()
     clock, logger = RunClock(given.waited_seconds), given.find_logger()
     ending = Ending(given.stopping)
     with (

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trial_core.checkpoint import layout
-from trial_core.checkpoint.json_objects import parse_time
+from trial_core.checkpoint.json_objects import encode_json, parse_time
 from trial_core.checkpoint.manifest import tagged, untagged, utc_now
 from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.checkpoint.store import CheckpointStore
@@ -155,10 +155,9 @@ class Journal:
 
     def write(self, name: str, value: Record) -> Record:
         """Write a record. Returns the valid one: another attempt may have written it first."""
-        stored = msgspec.json.encode(tagged(msgspec.to_builtins(value)))
-        data = msgspec.json.format(stored, indent=2) + b"\n"
+        data = tagged(msgspec.to_builtins(value))
         try:
-            self._storage.create(self._key(f"{name}.json"), data)
+            self._storage.create(self._key(f"{name}.json"), encode_json(data))
         except FileExistsError:
             return self.read(name, type(value)) or value
         return value

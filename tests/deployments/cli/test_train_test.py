@@ -28,7 +28,7 @@ def storage(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A storage with a checkpoint of another trial, which runs need no server to use."""
     monkeypatch.setattr(embedded_server, "prefect_api", lambda **_: pytest.fail("a server starts"))
     store = CheckpointStore(f"file://{here}/storage")
-    store.check_writable()
+    store.storage.check_usable()
     store.commit(new_manifest(3, trial="toy-0000beef", experiment="toy"))
     return here / "storage"
 

@@ -515,7 +515,7 @@ def test_a_relative_path_becomes_absolute(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_check_leaves_no_probe(store: CheckpointStore) -> None:
     """The probe object is deleted."""
-    store.check_writable()
+    store.storage.check_usable()
     assert store.storage.sizes("probes") == {}
 
 

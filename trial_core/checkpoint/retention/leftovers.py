@@ -157,7 +157,7 @@ def sweep_leftovers(
     spared: dict[str, str] = {}
     unwanted = [each for each in leftovers if not each.keep]
     if unwanted:
-        store.check_writable()  # clocks decide which trials are dead
+        store.storage.check_usable()  # clocks decide which trials are dead
     for uuid in [each.uuid for each in unwanted if each.trial is None]:
         orphaned = sweep_orphaned_files(store, uuid, timedelta(days=after_days))
         if orphaned is not None:

@@ -138,7 +138,7 @@ def prune(
     listed, and the next prune deletes its files.
     """
     if plan.deletions:
-        store.check_writable()  # clocks decide which claims count
+        store.storage.check_usable()  # clocks decide which claims count
     finish_deletions(store)
     deleted: list[Manifest] = []
     spared: list[RetentionDecision] = []

@@ -1,4 +1,7 @@
-"""Opens a storage: chooses the class for a URL and its options."""
+"""Opens a storage: chooses the class for a URL and its options.
+
+For ``gs://``, ``az://`` and all others that have no class here, it is `Storage` itself.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ Messages and tracebacks hold no credentials, though a URL, an option or a server
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import sys
@@ -113,7 +112,6 @@ _BY_TYPE: tuple[tuple[type[BaseException], str], ...] = (
     (FileNotFoundError, "it does not exist"),
     (ConnectionError, _UNREACHABLE),
     (TimeoutError, "the server did not answer in time: try again later"),
-    (asyncio.TimeoutError, "the server did not answer in time: try again later"),
     (NotImplementedError, "this kind of storage does not support it: choose another storage"),
     (TypeError, "the storage does not know one of its options: correct the options"),
     (ValueError, "the URL or an option is not valid: correct it"),
@@ -130,7 +128,7 @@ ABSENCE_CODES = frozenset({"NoSuchKey", "BlobNotFound"})
 
 def storage_exceptions() -> tuple[type[BaseException], ...]:
     """All classes of errors that a storage may raise. Use as ``except storage_exceptions()``."""
-    found: list[type[BaseException]] = [OSError, asyncio.TimeoutError, NotImplementedError]
+    found: list[type[BaseException]] = [OSError, NotImplementedError]
     for module, name in _FOREIGN_ERRORS:
         if module in sys.modules:
             found.append(getattr(sys.modules[module], name))

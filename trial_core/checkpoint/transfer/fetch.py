@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 
 from trial_core.checkpoint import layout
@@ -18,12 +19,10 @@ from trial_core.checkpoint.storage.parallel import CancelSignal, in_parallel
 from trial_core.checkpoint.storage.storage_errors import ErrorTranslator
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.verified_read import (
-    Damage,
     OnRead,
     StoredFile,
-    damage_error,
-    note_damage,
     read_files,
+    refuse_damaged,
     unheard,
     wrong_sizes,
 )
@@ -52,19 +51,13 @@ def fetch_files(
         StorageError: the storage failed, or `target` cannot be written.
     """
     wanted = list(entries)
-    _check_paths(uuid, wanted, target)
     # Before any fetch: one listing finds missing files.
     if damage := wrong_sizes(store.storage, uuid, wanted):
-        raise damage_error(store.storage, uuid, damage)
-
-    def refuse(damage: Damage) -> None:
-        note_damage(store.storage, uuid, [damage])
-        raise damage_error(store.storage, uuid, [damage])
-
+        refuse_damaged(store.storage, uuid, *damage)
     missing = take_local(uuid, wanted, target)
     files = [StoredFile(entry, entry.key(uuid), target / entry.checked_path) for entry in missing]
     with ErrorTranslator(str(target)).translated("write into"):
-        read_files(store.storage, files, refuse, on_read)
+        read_files(store.storage, files, partial(refuse_damaged, store.storage, uuid), on_read)
     return sum(entry.size_bytes for entry in missing)
 
 
@@ -78,7 +71,6 @@ def take_local(
     launch. Files with the right digest are linked or copied.
     """
     wanted = list(entries)
-    _check_paths(uuid, wanted, target)
 
     def is_here(entry: FileEntry, stop: CancelSignal) -> bool:
         return _matches(target / entry.checked_path, entry, stop) or any(
@@ -89,15 +81,6 @@ def take_local(
     with ErrorTranslator(str(target)).translated("write into"):
         here = in_parallel(is_here, wanted, LOCAL_THREADS)
     return [entry for entry, found in zip(wanted, here, strict=True) if not found]
-
-
-def _check_paths(uuid: str, entries: Iterable[FileEntry], target: Path) -> None:
-    for entry in entries:
-        if not layout.is_file_path(str(entry.path)):
-            raise CheckpointDamaged(
-                f"checkpoint {uuid} lists {entry.path!r}, which would be written outside "
-                f"{target}: it may be hostile, do not use it"
-            )
 
 
 def download(

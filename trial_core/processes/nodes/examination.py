@@ -128,7 +128,7 @@ def try_storage(question: TryStorage, folder: Path) -> StorageTried:
     """Use the storage as ranks do, and measure how long one object takes each way."""
     try:
         store = CheckpointStore.from_spec(question.storage)
-        store.check_writable()
+        store.storage.check_usable()
         read_seconds = _read(store, question)
         write_seconds = _write(store, question, folder)
     except (TrialflowError, OSError) as error:

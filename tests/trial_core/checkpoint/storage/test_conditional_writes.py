@@ -40,7 +40,7 @@ def test_a_disk_without_hard_links_is_refused(
 
     monkeypatch.setattr(os, "link", link)
     with pytest.raises(StorageError, match=rf"no hard links \[.*not permitted\]\. {ADVICE}"):
-        local_store.check_writable()
+        local_store.storage.check_usable()
     assert local_store.storage.sizes(PROBES) == {}
 
 
@@ -59,7 +59,7 @@ def test_a_server_that_ignores_the_condition_is_refused(moto_s3: S3Server) -> No
         with pytest.raises(
             StorageError, match=rf"its server \(.*aiohttp/.*\) ignores the condition.*\. {ADVICE}"
         ):
-            store.check_writable()
+            store.storage.check_usable()
         assert store.storage.sizes(PROBES) == {}
 
 
@@ -72,7 +72,7 @@ def test_a_server_that_does_not_know_the_condition_is_refused(moto_s3: S3Server)
         with pytest.raises(
             StorageError, match=rf"\(.*aiohttp/.*\) refuses conditional .*injected\]\. {ADVICE}"
         ):
-            store.check_writable()
+            store.storage.check_usable()
         assert store.storage.sizes(PROBES) == {}
 
 

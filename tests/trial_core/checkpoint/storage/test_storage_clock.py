@@ -35,12 +35,12 @@ def test_a_clock_that_differs_is_named(
     shift_clock(monkeypatch, store.storage, timedelta(minutes=minutes))
     names = f"{re.escape(socket.gethostname())} says .*{re.escape(store.storage.url)} said .*NTP"
     with pytest.raises(StorageError, match=names):
-        store.check_writable()
+        store.storage.check_usable()
     assert store.storage.sizes(PROBES) == {}
     with pytest.raises(StorageError, match=names):
         store.check_clock()
     shift_clock(monkeypatch, store.storage, timedelta(minutes=-minutes, seconds=10 * minutes))
-    store.check_writable()
+    store.storage.check_usable()
     store.check_clock()
 
 
@@ -62,7 +62,7 @@ def test_probes_of_killed_checks_are_deleted(
 ) -> None:
     """By the next check, once they are a week old by the storage's clock; not those of others."""
     store.storage.write(f"{PROBES}/of-a-killed-prune", b"")
-    store.check_writable()
+    store.storage.check_usable()
     assert [*store.storage.sizes(PROBES)] == [f"{PROBES}/of-a-killed-prune"]
     real = type(store.storage).objects
 
@@ -75,5 +75,5 @@ def test_probes_of_killed_checks_are_deleted(
         }
 
     monkeypatch.setattr(type(store.storage), "objects", aged)
-    store.check_writable()
+    store.storage.check_usable()
     assert store.storage.sizes(PROBES) == {}
