@@ -131,7 +131,6 @@ def read_intent(storage: Storage, trial: str, uuid: str) -> Intent | None:
 
 
 def intent_names(storage: Storage, trial: str | None = None) -> list[layout.IntentName]:
-    """The names of a trial's intents, or of all."""
     folder = layout.UPLOADS if trial is None else layout.intents_folder(trial)
     return [name for _, name in named_keys(storage, folder, layout.parse_intent_key)]
 

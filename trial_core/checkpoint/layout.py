@@ -131,8 +131,6 @@ _NUMBERED = re.compile(rf"(?P<folder>.+)/{_NUMBER}\.json")
 
 
 class ManifestName(NamedTuple):
-    """The parts of a manifest's key."""
-
     trial: str
     batches: int
     uuid: str
@@ -143,8 +141,6 @@ class ManifestName(NamedTuple):
 
 
 class IntentName(NamedTuple):
-    """The parts of an intent's key."""
-
     trial: str
     uuid: str
 
@@ -197,7 +193,6 @@ def files_folder(uuid: str) -> str:
 
 
 def file_key(uuid: str, path: str) -> str:
-    """The key of a file that a checkpoint has stored."""
     return f"{files_folder(uuid)}/{path}"
 
 
@@ -214,12 +209,10 @@ def checked_place(place: StoredPath) -> tuple[str, str]:
 
 
 def damages_folder(uuid: str) -> str:
-    """The folder of the notes about damaged files of a checkpoint."""
     return f"{DAMAGES}/{checked_uuid(uuid)}"
 
 
 def damage_key(uuid: str, path: str) -> str:
-    """The key of the note that a stored file is damaged."""
     return f"{damages_folder(uuid)}/{path}.json"
 
 
@@ -240,12 +233,10 @@ def parse_intent_key(key: str) -> IntentName | None:
 
 
 def attempts_folder(trial: str) -> str:
-    """The folder of a trial's attempts, which are numbered."""
     return f"{ATTEMPTS}/{checked_trial(trial)}"
 
 
 def attempt_key(trial: str, number: int) -> str:
-    """The key of the record that an attempt has taken over a trial."""
     return numbered_key(attempts_folder(trial), number)
 
 
@@ -268,7 +259,6 @@ def run_file_key(trial: str, path: str) -> str:
 
 
 def ledger_folder(trial: str) -> str:
-    """The folder of a trial's ledger of time, which has one record for each attempt."""
     return run_file_key(trial, "ledger")
 
 
@@ -285,7 +275,6 @@ def trial_folders(trial: str) -> tuple[str, ...]:
 
 
 def protections_folder(uuid: str) -> str:
-    """The folder of a checkpoint's pin and of the registry's holds on it."""
     return f"{PINS}/{checked_uuid(uuid)}"
 
 
@@ -302,7 +291,6 @@ def deletions_folder(uuid: str) -> str:
 
 
 def deletion_key(uuid: str, unique: str) -> str:
-    """The key of one prune's deletion marker for a checkpoint."""
     return f"{deletions_folder(uuid)}/{unique}.json"
 
 
@@ -316,17 +304,14 @@ def parse_deletion_key(key: str) -> str | None:
 
 
 def model_folder(model: str) -> str:
-    """The folder of everything that belongs to a model."""
     return f"{MODELS}/{checked_model(model)}"
 
 
 def versions_folder(model: str) -> str:
-    """The folder of a model's versions, which are numbered."""
     return f"{model_folder(model)}/versions"
 
 
 def moves_folder(model: str) -> str:
-    """The folder of the moves of a model's aliases, which are numbered."""
     return f"{model_folder(model)}/moves"
 
 
@@ -342,7 +327,6 @@ def retraining_key(model: str, run: str, path: str) -> str:
 
 
 def search_folder(search: str) -> str:
-    """The folder of the log of a search, whose records are numbered."""
     return f"{SEARCHES}/{checked_trial(search)}"
 
 

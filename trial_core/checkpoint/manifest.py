@@ -76,7 +76,6 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return layout.checked_place(self.stored_at) if self.stored_at else (uuid, self.checked_path)
 
     def key(self, uuid: str) -> str:
-        """The key of the file, which checkpoint `uuid` lists."""
         return layout.file_key(*self.place(uuid))
 
     @property
@@ -366,7 +365,6 @@ def tagged(value: Any) -> Any:
 
 
 def untagged(value: Any) -> Any:
-    """Undo `tagged`."""
     if isinstance(value, dict):
         if set(value) == {_FLOAT} and value[_FLOAT] in ("nan", "inf", "-inf"):
             return float(value[_FLOAT])

@@ -86,7 +86,6 @@ class NumberedLog(Generic[Entry]):
         return read_all(self.read, [number for number in self._numbers() if number > after])
 
     def last(self) -> Entry | None:
-        """The entry with the highest number, or None if the log is empty."""
         entries = (self.read(number) for number in reversed(self._numbers()))
         return next((entry for entry in entries if entry is not None), None)
 

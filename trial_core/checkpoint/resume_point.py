@@ -29,7 +29,6 @@ class ResumePoint:
 
     @classmethod
     def continuing(cls, checkpoint: Manifest) -> ResumePoint:
-        """Continue the trial that saved `checkpoint`."""
         return cls(checkpoint.progress.stopping(False), checkpoint)
 
     @classmethod

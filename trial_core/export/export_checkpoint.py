@@ -268,7 +268,6 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> Exported:
 
 
 def _convert_state(folder: Path, request: ExportRequest, target: Path) -> Exported:
-    """Write the whole state of an engine, for DeepSpeed."""
     if (folder / PYTORCH_STATE).exists():
         raise CheckpointError(
             f"checkpoint {request.manifest.uuid} is a PyTorchTrial's, which has no state of "

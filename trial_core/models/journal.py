@@ -165,7 +165,6 @@ class Journal:
     def read_or_compute(
         self, name: str, kind: type[Record], compute: Callable[[], Record]
     ) -> Record:
-        """A record if it exists; otherwise the result of `compute`, written."""
         existing = self.read(name, kind)
         return self.write(name, compute()) if existing is None else existing
 

@@ -53,8 +53,6 @@ ExpectedChampion = int | Literal["any"] | None
 
 @dataclass(frozen=True)
 class PromotionRequest:
-    """A requested move; see `Registry.promote`."""
-
     kind: RecordKind
     version: Version
     run: str

@@ -39,7 +39,6 @@ class PromotionRule:
         return max(comparable, key=order, default=None)
 
     def explain_no_best(self, manifests: Sequence[Manifest]) -> str:
-        """Why `best_checkpoint` returned None."""
         if not manifests:
             return "the challenger saved no checkpoint"
         validated = [each for each in manifests if each.is_validated]

@@ -129,7 +129,6 @@ class RunClaim:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Delete the claim at the end of the run."""
         self._remove(self.key)
 
     def _remove(self, *keys: str) -> None:

@@ -138,7 +138,6 @@ class Persister:
         self._stored.pop(uuid, None)
 
     def close(self) -> None:
-        """Kill the process."""
         process, self._process = self._process, None
         if process is not None:
             process.end()
@@ -219,8 +218,6 @@ class _ProcessEnded(Exception):
 
 
 class _Process:
-    """The persister process and the connection to it."""
-
     def __init__(self) -> None:
         with _starting:
             self._start()
