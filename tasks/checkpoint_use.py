@@ -22,8 +22,7 @@ from trial_core.common import text_format
 from trial_core.config import ExperimentConfig
 from trial_core.driver.result import TrialResult
 from trial_core.errors import ConfigError
-from trial_core.export.export_checkpoint import ExportPrecision, Format
-from trial_core.export.export_process import export_in_process
+from trial_core.export.export_checkpoint import ExportPrecision, Format, export_in_process
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
@@ -196,7 +195,7 @@ def export(
     manifest = open_checkpoint(store_of(config), reference)
     done = export_in_process(
         with_credentials(config), manifest.uuid, Path(to),
-        force=True, format=format, engine=engine, dtype=dtype, shard_size=max_shard_size,
+        format=format, engine=engine, dtype=dtype, shard_size=max_shard_size,
     )  # fmt: skip
     names = text_format.plural(done.names, "name")
     size = text_format.size(done.size_bytes)

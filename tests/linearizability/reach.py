@@ -38,6 +38,7 @@ LISTED = {
     "*.RunClaim.renew: for seconds_left in *: the end": "its last item returns or raises",
     "store.CheckpointStore.newest: True: false": "`while True`",
     "store.CheckpointStore.check_clock: *": "of commands that only read",
+    "retention.shared_files.*repair*: *": "of `checkpoints verify --repair`",
     "store.CheckpointStore.trial: *": "of commands, which name a trial by its first characters",
     "retention.leftovers.find_orphaned_files: prefix: false": "no run claims an empty prefix",
 }

@@ -1,24 +1,26 @@
 """Exports a checkpoint for other programs: its weights to a file, or to a folder.
 
 Consolidates ZeRO's shards; of a PyTorchTrial, writes one of its models. Imports torch when it
-converts, so a flow has it done in another process (`export_process.py`).
+converts, so a flow has it done in another process: `export_in_process`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
+from trial_core import errors
 from trial_core.checkpoint import layout
 from trial_core.common import text_format
 from trial_core.common.decoding import decode
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.checkpoint.verified_read import OnRead
     from trial_core.checkpoint.weights.weights import SavedWeight
+    from trial_core.config import ExperimentConfig
 
 ExportPrecision = Literal["fp32", "16bit"]
 Format = Literal["safetensors", "hf", "adapter", "deepspeed", "universal"]
@@ -183,8 +186,8 @@ def export_checkpoint(
 
     entries = _files_of(request.manifest, request.engine)
     # First check that the file can be written: fetching may take hours. Nothing is created yet.
-    errors = ErrorTranslator(str(to))
-    with errors.translated("write"):
+    target = ErrorTranslator(str(to))
+    with target.translated("write"):
         there = next(folder for folder in to.absolute().parents if folder.exists())
         tempfile.TemporaryFile(dir=there).close()
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
@@ -195,7 +198,7 @@ def export_checkpoint(
         done = _convert(Path(folder), request, written)
         if written.is_dir():
             _write_mark(written, request)
-        with errors.translated("write"):
+        with target.translated("write"):
             to.parent.mkdir(parents=True, exist_ok=True)
             if written.is_dir():
                 _replace_folder(written, to, lambda: check_target(to, request.format, force))
@@ -205,6 +208,47 @@ def export_checkpoint(
                 # again: no exclusive create, as disks may have no hard links
                 check_target(to, request.format, force)
         return done
+
+
+def export_in_process(config: ExperimentConfig, uuid: str, to: Path, **options: Any) -> Exported:
+    """Export a checkpoint of the experiment's storage in another process, with `force`. `options`
+    are fields of `ExportRequest`. Raises as `export_checkpoint`, or CheckpointError if the process
+    was killed."""
+    from trial_core.processes.machine.callback_process import call_function
+
+    with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
+        answer, log = Path(folder) / "answer.json", Path(folder) / "log"
+        argument = {
+            "config": config.model_dump(mode="json"),
+            "uuid": uuid,
+            "to": str(to.absolute()),
+            "options": options,
+        }
+        here = f"{__name__}:{export_here.__name__}"
+        problem = call_function(here, argument, code=Path(folder), log=log, result=answer)
+        if not answer.exists():
+            raise CheckpointError(f"checkpoint {uuid} is not exported to {to}: {problem}")
+        given = json.loads(answer.read_text())
+    if "error" in given:
+        raise getattr(errors, given["error"])(given["message"])
+    return Exported(**given)
+
+
+def export_here(argument: Mapping[str, Any]) -> dict[str, Any]:
+    """What `export_in_process` calls in the other process; returns the result or the error."""
+    from trial_core.checkpoint.store import CheckpointStore
+    from trial_core.config import ExperimentConfig
+
+    config = ExperimentConfig.from_mapping(argument["config"])
+    storage = config.checkpoint_storage
+    store = CheckpointStore(storage.url, storage.options, config.name)
+    try:
+        manifest, trusted = store.open(argument["uuid"]), config.checkpointing.trusted
+        request = ExportRequest(manifest, is_trusted=trusted, **argument["options"])
+        return asdict(export_checkpoint(store, request, Path(argument["to"]), force=True))
+    except errors.TrialflowError as error:
+        known = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+        return {"error": known.__name__, "message": str(error)}
 
 
 def _replace_folder(source: Path, target: Path, check: Callable[[], None]) -> None:

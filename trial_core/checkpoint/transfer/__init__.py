@@ -1,4 +1,1 @@
-"""Moves a rank's files: memory files, the persister process, uploads and downloads.
-
-Downloads are verified by `checkpoint.verified_read`.
-"""
+"""Moves a rank's files: memory files, the persister process, uploads and downloads."""

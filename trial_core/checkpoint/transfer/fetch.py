@@ -83,9 +83,7 @@ def take_local(
     return [entry for entry, found in zip(wanted, here, strict=True) if not found]
 
 
-def download(
-    store: CheckpointStore, uuid: str, target: Path, on_read: OnRead = unheard
-) -> Manifest:
+def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
     """Bring a whole checkpoint, its code included, into a folder, verified; its manifest last.
 
     Args:
@@ -113,7 +111,7 @@ def download(
         if not final.exists():
             unfinished.write_bytes(data)
     try:
-        fetch_files(store, manifest.uuid, manifest.all_files, target, on_read=on_read)
+        fetch_files(store, manifest.uuid, manifest.all_files, target)
     except CheckpointDamaged:
         store.raise_if_deleted(manifest.uuid)
         raise
