@@ -120,10 +120,8 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def description(self) -> str:
-        """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``.
-
-        Leaves out what the trial does not use or does not tell.
-        """
+        """``4 ranks (2 data-parallel, 2 pipeline stages, ZeRO stage 1), 16 samples a batch``,
+        without what the trial does not use or does not tell."""
         parts = [
             f"{self.data_parallel_size} data-parallel",
             f"{self.pipeline_parallel_size} pipeline stages",

@@ -33,16 +33,13 @@ Entry = TypeVar("Entry", bound=NumberedEntry)
 
 
 class NumberedLog(Generic[Entry]):
-    """An append-only log: the versions of a model, the moves of its aliases, or the records of a
-    search. Every method may raise `StorageError`.
+    """An append-only log of an `owner`: the versions of a model, the moves of its aliases, or the
+    records of a search. Every method may raise `StorageError`, and `error` for an entry that was
+    altered.
 
     An append creates the object of the next number, ``{folder}/{number:06d}.json``, create-only. Of
-    several writers that saw the same last number, one succeeds.
-
-    Args:
-        owner: the model or search that all entries name.
-        kind: the type of the entries; may be a union.
-        error: raised for an entry that was altered.
+    several writers that saw the same last number, one succeeds. `kind`, the type of the entries,
+    may be a union.
     """
 
     def __init__(
@@ -60,7 +57,6 @@ class NumberedLog(Generic[Entry]):
         self._error = error
 
     def read(self, number: int) -> Entry | None:
-        """The entry with that number, or None. Raises `error` if it is not a valid entry."""
         key = layout.numbered_key(self._folder, number)
         url = f"{self._storage.url}/{key}"
         try:

@@ -27,8 +27,7 @@ class RetentionPolicy:
     """How many checkpoints an experiment keeps, and which. The defaults are Determined's.
 
     Attributes:
-        keep_every: per trial, keep the first checkpoint at or after each multiple of this many
-            batches or epochs.
+        keep_every: per trial, keep the first checkpoint at or after each multiple of it.
         metric: the validation metric that decides which checkpoint is best. If None, and best
             checkpoints are to be kept, all validated ones are.
     """

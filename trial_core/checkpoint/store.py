@@ -121,7 +121,8 @@ class CheckpointStore:
     def take_over(
         self, trial: str, attempt: str, after: int | None = None, mark: str | None = None
     ) -> Fence:
-        """Become a trial's newest attempt: from now on no earlier attempt can commit.
+        """Become a trial's newest attempt: from now on no earlier attempt can commit. Returns the
+        fence to pass to `sweep`, `announce_upload` and `commit`.
 
         The driver calls this once, before it sweeps and looks for checkpoints to resume from. It
         does not call it again when it relaunches its ranks: that would supersede a newer attempt.
@@ -132,9 +133,6 @@ class CheckpointStore:
                 later attempt has taken over meanwhile is left to that attempt. None: take it over
                 from any attempt.
             mark: the storage's mark, if the caller knows it; None accepts any storage.
-
-        Returns:
-            The fence to pass to `sweep`, `announce_upload` and `commit`.
 
         Raises:
             CommitConflict: other attempts keep taking over the trial; or one has, after `after`.

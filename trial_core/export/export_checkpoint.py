@@ -166,12 +166,9 @@ def export_checkpoint(
     force: bool = False,
     on_read: OnRead | None = None,
 ) -> Exported:
-    """Fetch and verify a checkpoint's files, and write them in the requested format.
-
-    Args:
-        to: a file, .safetensors, .pt or .bin; or a folder.
-        force: True to replace an existing file or exported folder.
-        on_read: called while the files are fetched, before they are converted.
+    """Fetch and verify a checkpoint's files, and write them in the requested format to a file
+    (.safetensors, .pt or .bin) or a folder, which `force` replaces. `on_read` is called while the
+    files are fetched, before they are converted.
 
     Raises:
         ConfigError: see `check_target`.

@@ -34,9 +34,8 @@ def referenced_uuid(store: CheckpointStore, reference: str) -> str:
 
     Raises:
         CheckpointNotFound: `reference` has another form, or names no checkpoint.
-        CheckpointError: no trial may have that id.
+        CheckpointError, RegistryError: no trial, or no model, may have that id or name.
         ModelNotFound: the model, alias or version does not exist.
-        RegistryError: no model may have that name.
     """
     first, colon, trial = reference.partition(":")
     if first in OF_TRIAL:

@@ -43,12 +43,10 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trial: id of the challenger's trial.
-        scheduled_at: scheduled start of the run: ISO 8601, UTC.
-        begun_at: actual start of the first attempt.
+        scheduled_at, begun_at: scheduled start, and actual start of the first attempt (UTC).
         data: the experiment's data, rendered, overridden by the data given to the run.
         champion, move: numbers of the champion version, and of the model's last move, or 0.
-        renewed: how many earlier plans of the run this one replaces.
-        note: why it replaces them, for people.
+        renewed, note: how many earlier plans of the run this one replaces, and why, for people.
     """
 
     trial: str
@@ -94,9 +92,8 @@ class Challenger(msgspec.Struct, frozen=True, kw_only=True):
         version: its number in the registry; None if it has no checkpoint to compare, and
             `why_none` tells the reason.
         checkpoint: uuid of its best checkpoint.
-        trial: the best trial of the search that has found it; empty without a search.
-        trials: how many trials the search has begun.
-        hyperparameters: of the best one.
+        trial, trials: the best trial of the search that has found it, empty without a search; and
+            how many trials the search has begun.
     """
 
     version: int | None = None

@@ -135,16 +135,9 @@ class Registry:
         run: str = "",
         note: str = "",
     ) -> Version:
-        """Make a checkpoint the next version of a model, unless it is a version already.
-
-        Args:
-            manifest: a committed checkpoint's manifest.
-            metric, smaller_is_better, value, run, note: see `Version`.
-
-        Raises:
-            CheckpointNotFound: the checkpoint does not exist.
-            PromotionConflict: other processes took every number that was tried.
-        """
+        """Make a checkpoint the next version of a model, unless it is a version already. For the
+        fields, see `Version`. Raises CheckpointNotFound if the checkpoint does not exist,
+        PromotionConflict if other processes took every number that was tried."""
         log = self._versions(model)
         if not self.store.storage.exists(manifest.name.key):
             raise CheckpointNotFound(

@@ -108,15 +108,12 @@ def find_leftovers(
     trial: str | None = None,
     experiment: str | None = None,
 ) -> list[Leftover]:
-    """All uploads that are not committed, and whether each may be deleted. Changes nothing. Raises
-    ConfigError if `after_days` is so short that an upload may take as long, or is longer than ten
-    years.
+    """All uploads that are not committed, and whether each may be deleted: its trial must have been
+    inactive for `after_days`. Changes nothing. Raises ConfigError if that is so short that an
+    upload may take as long, or longer than ten years.
 
-    Args:
-        after_days: how long a trial must have been inactive.
-        experiment: skip trials whose checkpoints belong to another experiment. (A trial without
-            checkpoints, and orphaned files, are not skipped: nothing says which experiment they
-            belong to.)
+    With an `experiment`, skips trials whose checkpoints belong to another one; but not a trial
+    without checkpoints, nor orphaned files: nothing says which experiment they belong to.
     """
     if not after_days >= MIN_LEFTOVER_AGE_DAYS:
         raise ConfigError(
@@ -249,9 +246,7 @@ class _TrialActivity:
 
     Attributes:
         begun: uploads that are not committed.
-        newest_attempt: its number, 0 if there is none.
         times: when the trial was active; empty text if unreadable.
-        experiment: of its last checkpoint.
         claim: of a run that may be alive.
         ended: the claim of its newest attempt, if that attempt's driver is known to have ended.
     """

@@ -29,10 +29,8 @@ class Protection(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A person's pin on a checkpoint, or the registry's hold.
 
     Attributes:
-        by: who made it: ``user@host``.
-        at: ISO 8601, UTC.
-        model: of a hold: the model of which the checkpoint is a version.
-        version: of a hold: the version's number, 0 if the hold is unreadable.
+        by, at: who made it: ``user@host``; and when: ISO 8601, UTC.
+        model, version: of a hold: the checkpoint's version; 0 if the hold is unreadable.
         move: of a hold: number of the move of the model's aliases that it was placed for.
         unique: of a hold: id of that move, as a concurrent move may have the same number; of a
             pin: an id of its own.

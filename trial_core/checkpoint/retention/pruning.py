@@ -94,13 +94,9 @@ def plan_pruning(
     trial: str | None = None,
     running: Collection[str] = (),
 ) -> PruningPlan:
-    """Decide which of an experiment's checkpoints to keep and which to delete. Changes nothing.
-
-    Args:
-        trial: decide on this trial's checkpoints only. The other trials still count for the best
-            checkpoints of the experiment.
-        running: trials known to run, in addition to trials with a claim.
-    """
+    """Decide which of an experiment's checkpoints to keep and which to delete, or those of one
+    `trial`: the others still count for the best of the experiment. Changes nothing. `running`:
+    trials known to run, in addition to trials with a claim."""
     is_alone = trial is not None and policy.save_experiment_best == 0
     manifests = store.list(trial if is_alone else None)
     named = _experiments_of_trials(manifests)

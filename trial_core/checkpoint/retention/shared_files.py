@@ -95,11 +95,9 @@ def _intact(store: CheckpointStore, base: Manifest, logger: AnyLogger) -> list[F
 
 
 def repair(store: CheckpointStore, manifest: Manifest, damage: Iterable[Damage]) -> list[Damage]:
-    """Store a checkpoint's damaged files again; return the ones that stay damaged.
-
-    The checkpoint is pinned meanwhile: a prune that meets the repair deletes neither the checkpoint
-    nor a file that it lists. Raises as `protect`.
-    """
+    """Store a checkpoint's damaged files again; return the ones that stay damaged. Raises as
+    `protect`. The checkpoint is pinned meanwhile: a prune that meets the repair deletes neither the
+    checkpoint nor a file that it lists."""
     pin = Protection(
         uuid=manifest.uuid, by=user_at_host(), at=utc_now(), reason=_REASON,
         unique=uuids.uuid4().hex,

@@ -102,10 +102,9 @@ class DeletedFiles(NamedTuple):
 
 
 class Storage:
-    """Objects below a URL. Safe to use from several threads.
+    """Objects below a URL, which is `url` without credentials. Safe to use from several threads.
 
     Attributes:
-        url: the root, without credentials.
         buffers: bounds the memory of all transfers of this storage together.
         is_process_local: True if only this process can see the stored objects.
     """

@@ -69,12 +69,9 @@ def temporary_beside(path: Path) -> Path:
 
 @contextmanager
 def atomic_file(path: Path, *, is_durable: bool, is_new: bool = False) -> Iterator[BinaryIO]:
-    """A file to write; it appears under its name when the block ends without an error.
-
-    Args:
-        is_durable: sync the file and its folder to disk before the block ends.
-        is_new: raise FileExistsError if the name is taken.
-    """
+    """A file to write; it appears under its name when the block ends without an error, and, if
+    `is_durable`, is synced to disk with its folder. `is_new`: raise FileExistsError if the name is
+    taken."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(path)
     try:

@@ -185,12 +185,9 @@ class S3Requests:
     async def abort(
         self, prefix: str, upload_id: str | None = None, before: datetime | None = None
     ) -> int:
-        """Abort the multipart uploads that `unfinished` finds; return their number.
-
-        Args:
-            upload_id: a known upload to the key `prefix`: its abort needs no right to list.
-            before: abort only uploads that began earlier.
-        """
+        """Abort the multipart uploads that `unfinished` finds, or those that began before a time;
+        return their number. `upload_id`: a known one to the key `prefix`: its abort needs no right
+        to list."""
         aborted = 0
         if upload_id is not None:
             aborted += await self._abort(prefix, upload_id)

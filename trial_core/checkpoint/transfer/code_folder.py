@@ -93,12 +93,9 @@ TAKE_IN_EXACTLY = "a line !/PATH takes in the one file of that path, if what it 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A file, or files, that the archive lacks, though a run may need them.
-
-    Attributes:
-        path: relative to the code folder: of a file, of a folder (``data/``), or ``*.csv``.
-        remedy: the ignore file's line that takes it in; empty if none does.
-    """
+    """A file, or files, that the archive lacks, though a run may need them. `path` is relative to
+    the code folder: of a file, of a folder (``data/``), or ``*.csv``; `remedy` is the ignore file's
+    line that takes it in, or empty."""
 
     path: str
     why: str
@@ -119,8 +116,7 @@ class PackedCode:
     Attributes:
         data: the archive; None if the folder has no code.
         files: the files in it and their sizes in bytes, by their names.
-        left_out: the files missing in it, modules first.
-        rule: which files were considered.
+        left_out, rule: the files missing in it, modules first; and which files were considered.
         problem: says that git could not list a checkout, or that it is a home folder.
     """
 
@@ -269,11 +265,9 @@ def _archive(
 
 
 class _Walk:
-    """The packed files of a code folder, and the ones left out.
-
-    Paths are relative to the folder. Links are followed within it: a file has the name by which the
-    walk came to it, and a real one, and is judged by both.
-    """
+    """The packed files of a code folder, and the ones left out. Paths are relative to the folder.
+    Links are followed within it: a file has the name by which the walk came to it, and a real one,
+    and is judged by both."""
 
     def __init__(
         self, folder: Path, not_code: Collection[Path], git: GitFiles | None, has_new: bool

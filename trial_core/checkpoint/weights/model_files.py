@@ -49,12 +49,8 @@ class HFFacts:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A rank's facts about a model when it saves.
-
-    Attributes:
-        frozen: the names of the parameters that are not trained.
-        tied: the layers of a pipeline with the same weights, by their key; None without a pipeline.
-    """
+    """A rank's facts about a model when it saves: the names of the parameters that are not trained,
+    and the layers of a pipeline with the same weights, by their key; None without a pipeline."""
 
     frozen: Sequence[str] = field(default_factory=list)
     tied: Mapping[str, Sequence[int]] | None = None
@@ -74,14 +70,10 @@ def write_facts(
     tied: Mapping[str, Sequence[int]] | None = None,
     renamed: Callable[[str], str] = str,
 ) -> None:
-    """Write the facts about a model, if any. Called by one rank of each part of the model.
-
-    Args:
-        target: the `facts_folder` in the staging folder.
-        tokenizer_files: by their paths below `target`.
-        rank: the model-parallel rank. The first one writes the Hugging Face files.
-        renamed: the exported name of a parameter.
-    """
+    """Write the facts about a model, if any, to the `facts_folder` in the staging folder, with
+    `tokenizer_files` by their paths below it. Called by one rank of each part of the model, with
+    its model-parallel `rank`: the first one writes the Hugging Face files. `renamed`: the exported
+    name of a parameter."""
     named = model.named_parameters(remove_duplicate=False)
     frozen = [renamed(name) for name, parameter in named if not parameter.requires_grad]
     facts = ModelFacts(
