@@ -26,6 +26,7 @@ from trial_core.checkpoint.storage.parallel import read_all
 from trial_core.checkpoint.verified_read import (
     Damage,
     OnRead,
+    damage_error,
     find_damage,
     read_verified,
     refuse_damaged,
@@ -296,7 +297,7 @@ class CheckpointStore:
         manifest = self.open(uuid)
         if damage := self.find_damage(manifest.uuid, manifest.all_files):
             self.raise_if_deleted(manifest.uuid)
-            refuse_damaged(self.storage, manifest.uuid, *damage)
+            raise damage_error(self.storage, manifest.uuid, damage)
         return manifest
 
     def find_damage(

@@ -138,10 +138,15 @@ def noted_damage(storage: Storage, uuid: str, entries: Iterable[FileEntry]) -> l
     return [entry for entry in wanted if layout.damage_key(*entry.place(uuid)) in noted]
 
 
-def refuse_damaged(storage: Storage, uuid: str, *damage: Damage) -> NoReturn:
-    """Note damaged files of a checkpoint, and raise CheckpointDamaged, which names all of them."""
-    note_damage(storage, uuid, damage)
-    raise CheckpointDamaged(
+def refuse_damaged(storage: Storage, uuid: str, damage: Damage) -> NoReturn:
+    """Note a damaged file, and raise the `damage_error`."""
+    note_damage(storage, uuid, [damage])
+    raise damage_error(storage, uuid, [damage])
+
+
+def damage_error(storage: Storage, uuid: str, damage: Iterable[Damage]) -> CheckpointDamaged:
+    """The error for a damaged checkpoint; names every damaged file."""
+    return CheckpointDamaged(
         f"checkpoint {uuid} is damaged: {'; '.join(map(str, damage))}; in "
         f"{storage.url}/{layout.files_folder(uuid)}. The stored files changed after the commit: "
         "use another checkpoint"

@@ -21,6 +21,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.verified_read import (
     OnRead,
     StoredFile,
+    damage_error,
     read_files,
     refuse_damaged,
     unheard,
@@ -53,7 +54,7 @@ def fetch_files(
     wanted = list(entries)
     # Before any fetch: one listing finds missing files.
     if damage := wrong_sizes(store.storage, uuid, wanted):
-        refuse_damaged(store.storage, uuid, *damage)
+        raise damage_error(store.storage, uuid, damage)
     missing = take_local(uuid, wanted, target)
     files = [StoredFile(entry, entry.key(uuid), target / entry.checked_path) for entry in missing]
     with ErrorTranslator(str(target)).translated("write into"):
