@@ -28,8 +28,9 @@ class Version(Numbered, frozen=True, kw_only=True):
         checkpoint: its uuid.
         metric: the validation metric that versions are compared by; None if they are not compared.
         value: the metric at registration; None if it had no finite number.
-        at, by, run: when (ISO 8601, UTC) and by whom (``user@host``) it was registered, and in
-            which run; empty if a person did.
+        at: time of registration: ISO 8601, UTC.
+        by: who registered it: ``user@host``.
+        run: id of the run that registered it; empty if a person did.
     """
 
     checkpoint: str

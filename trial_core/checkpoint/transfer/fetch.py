@@ -84,7 +84,9 @@ def take_local(
     return [entry for entry, found in zip(wanted, here, strict=True) if not found]
 
 
-def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
+def download(
+    store: CheckpointStore, uuid: str, target: Path, on_read: OnRead = unheard
+) -> Manifest:
     """Bring a whole checkpoint, its code included, into a folder, verified; its manifest last.
 
     Args:
@@ -112,7 +114,7 @@ def download(store: CheckpointStore, uuid: str, target: Path) -> Manifest:
         if not final.exists():
             unfinished.write_bytes(data)
     try:
-        fetch_files(store, manifest.uuid, manifest.all_files, target)
+        fetch_files(store, manifest.uuid, manifest.all_files, target, on_read=on_read)
     except CheckpointDamaged:
         store.raise_if_deleted(manifest.uuid)
         raise
