@@ -16,7 +16,11 @@ from torch.optim import Optimizer
 
 from trial_core.errors import TrialError
 from trial_core.pytorch.distributed_model import broadcast_model, replica_of, unwrapped
-from trial_core.pytorch.gradient_averaging import GradientAveraging, parameters_of
+from trial_core.pytorch.gradient_averaging import (
+    GradientAveraging,
+    parameters_of,
+    trained_parameters,
+)
 from trial_core.pytorch.lr_scheduler import LRScheduler
 from trial_core.pytorch.mixed_precision import MixedPrecision, apex_scaler, share_overflow
 from trial_core.pytorch.sharded_model import SHARDINGS, check_sharded_by_trial, is_sharded, shard
@@ -306,10 +310,15 @@ class PyTorchTrialContext(TorchTrialContext):
         """
         if self.precision.scaler is not None:
             loss = self.precision.scaler.scale(loss)
-        with self.precision.paused(), self._averaging.backward_pass():
-            loss.backward(  # type: ignore[no-untyped-call]
-                gradient=gradient, retain_graph=retain_graph, create_graph=create_graph
-            )
+        try:
+            with self.precision.paused():
+                loss.backward(  # type: ignore[no-untyped-call]
+                    gradient=gradient, retain_graph=retain_graph, create_graph=create_graph
+                )
+        except RuntimeError as error:
+            self._averaging.explain(error)
+            raise
+        self._averaging.backward_ended()
 
     def step_optimizer(
         self,
@@ -346,19 +355,18 @@ class PyTorchTrialContext(TorchTrialContext):
             )
         if not self.steps_in_this_batch:
             return
-        parameters = [each for each in parameters_of(optimizer) if each.requires_grad]
-        had_own_gradients = self._averaging.before_step(parameters)
+        had_own_gradients = self._averaging.before_step(optimizer)
         if had_own_gradients and scaler is not None:
             share_overflow(scaler, optimizer, self.device)
         if self.aggregation_frequency > 1 and self._divides[id(optimizer)]:
-            for parameter in parameters:
+            for parameter in trained_parameters(optimizer):
                 if parameter.grad is not None:
                     parameter.grad.div_(self.aggregation_frequency)
         scaler = scaler or self.precision.scaler
         if clip_grads is not None:
             if self.precision.scaler is not None:
                 self.precision.scaler.unscale_(optimizer)
-            clip_grads(parameters)
+            clip_grads(trained_parameters(optimizer))
         if scaler is None:
             optimizer.step()
         else:

@@ -11,8 +11,8 @@ Averaging twice is harmless: the mean of equal gradients is the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,7 @@ class GradientAveraging:
         self._averaged_by_models |= {id(each) for each in model.parameters() if each.requires_grad}
         self.overlaps &= in_backward and len(self._models) == 1
 
-    @contextmanager
-    def batch(self, steps: bool) -> Iterator[None]:
+    def batch(self, steps: bool) -> AbstractContextManager[Any]:
         """A batch, in which optimizers step or only collect gradients."""
         if not self._has_begun and self.overlaps and self.compresses:
             for model in self._models:
@@ -63,33 +62,31 @@ class GradientAveraging:
         self._has_begun = True
         self._is_incomplete = True
         self._forwards = self._forward_count()
-        with ExitStack() as stack:
-            if not (steps and self.overlaps):
-                for model in self._models:
-                    stack.enter_context(model.no_sync())
-            yield
+        if steps and self.overlaps:
+            return nullcontext()
+        stack = ExitStack()
+        for model in self._models:
+            stack.enter_context(model.no_sync())
+        return stack
 
-    @contextmanager
-    def backward_pass(self) -> Iterator[None]:
-        """A backward pass. Without a forward pass before it, it averages nothing.
-
-        That is so for a second backward pass through the same graph, and for a model whose other
-        methods the trial calls instead of the model itself. Raises TrialError if the pass gives a
-        parameter several gradients.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if "mark a variable ready only once" not in str(error):
-                raise
+    def explain(self, error: RuntimeError) -> None:
+        """Raise TrialError if a backward pass failed as it gave a parameter several gradients."""
+        if "mark a variable ready only once" in str(error):
             name = type(self._models[0].module).__name__
             raise pass_error(name, "reached some parameters twice") from error
+
+    def backward_ended(self) -> None:
+        """Note a backward pass. Without a forward pass before it, it averages nothing.
+
+        That is so for a second backward pass through the same graph, and for a model whose other
+        methods the trial calls instead of the model itself.
+        """
         forwards = self._forward_count()
         self._is_incomplete = not self.overlaps or forwards == self._forwards
         self._forwards = forwards
 
-    def before_step(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Average the gradients of `parameters` that the backward pass has not. Collective.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Average the gradients of `optimizer` that the backward pass has not. Collective.
 
         Returns:
             True if there were any: the trial has seen this rank's own gradients until now.
@@ -99,7 +96,7 @@ class GradientAveraging:
         """
         if self._ranks == 1:
             return False
-        parameters = [each for each in parameters if not isinstance(each, DTensor)]
+        parameters = [e for e in trained_parameters(optimizer) if not isinstance(e, DTensor)]
         if not self._is_incomplete:
             for model in self._models:
                 model.check_all_averaged()
@@ -130,6 +127,10 @@ def _sparse_error(parameter: nn.Parameter) -> TrialError:
         "average it in step_optimizer; build its layer with sparse=False, or train it in a trial "
         "with a single model and optimizer, wrapped without find_unused_parameters"
     )
+
+
+def trained_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [each for each in parameters_of(optimizer) if each.requires_grad]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:

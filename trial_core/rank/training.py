@@ -22,7 +22,6 @@ from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.metric_reduction import BatchMetrics, Partials, calls_over_ranks, combine
 from trial_core.rank.trial.optimizer_modes import to_training_mode
 from trial_core.rank.trial.trial_adapter import TrialAdapter, accepts
-from trial_core.schedule.units import EpochLength
 
 REPORT_SECONDS = 0.2
 
@@ -86,9 +85,12 @@ class TrainingLoop:
         adapter.set_training(True)
         to_training_mode(adapter.optimizers)
         ready_made = trial_callbacks(adapter.callbacks)
+        epoch_of = info.epoch.epoch_of if info.epoch else _no_epoch
+        before, epoch_idx = epoch_of(first_batch - 1) if first_batch else -1, epoch_of(first_batch)
         while info.batches_trained < until and stop_barrier.may_begin_step():
             batch_idx = info.current_batch = info.batches_trained
-            epoch_idx = _begin_epochs(adapter.callbacks, info.epoch, batch_idx)
+            if info.epoch and epoch_idx > before:
+                _begin_epochs(adapter.callbacks, range(before + 1, epoch_idx + 1))
             calls = adapter.train_batch(micro_batches, epoch_idx, batch_idx)
             if micro_batches is not None:
                 micro_batches.batch_ended()
@@ -96,7 +98,9 @@ class TrainingLoop:
                 metrics.add_batch(calls)
             for callback in ready_made:
                 callback.batch_ended()
-            _end_epochs(adapter.callbacks, info.epoch, batch_idx)
+            before, epoch_idx = epoch_idx, epoch_of(batch_idx + 1)
+            if epoch_idx > before:
+                _end_epochs(adapter.callbacks, range(before, epoch_idx))
             info.batches_trained = batch_idx + 1
             info.tensorboard.batch_ended()
             if info.batches_trained < until:
@@ -115,31 +119,24 @@ class TrainingLoop:
         return TrainOutcome(*reduced, metrics.non_finite(first_batch, batches))
 
 
-def _begin_epochs(
-    callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
-) -> int:
-    """Call on_training_epoch_start for epochs that begin here. Return this batch's epoch."""
-    if epoch is None:
-        return 0
-    current = epoch.epoch_of(batch_idx)
-    previous = epoch.epoch_of(batch_idx - 1) if batch_idx else -1
-    for begun in range(previous + 1, current + 1):
-        finish_copies()  # a hook may change weights
+def _no_epoch(batch_idx: int) -> int:
+    """The epoch of a batch where epochs have no length."""
+    return 0
+
+
+def _begin_epochs(callbacks: Mapping[str, PyTorchCallback], epochs: range) -> None:
+    finish_copies()  # a hook may change weights
+    for begun in epochs:
         for callback in callbacks.values():
             if accepts(callback.on_training_epoch_start, begun):
                 callback.on_training_epoch_start(begun)
             else:  # as in old releases of Determined
                 callback.on_training_epoch_start()  # type: ignore[call-arg]
-    return current
 
 
-def _end_epochs(
-    callbacks: Mapping[str, PyTorchCallback], epoch: EpochLength | None, batch_idx: int
-) -> None:
-    if epoch is None:
-        return
-    for ended in range(epoch.epochs_completed(batch_idx), epoch.epochs_completed(batch_idx + 1)):
-        finish_copies()
+def _end_epochs(callbacks: Mapping[str, PyTorchCallback], epochs: range) -> None:
+    finish_copies()
+    for ended in epochs:
         for callback in callbacks.values():
             callback.on_training_epoch_end(ended)
 

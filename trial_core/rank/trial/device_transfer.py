@@ -28,8 +28,12 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
     """
     warned = set() if warned_types is None else warned_types
     if isinstance(data, torch.Tensor):
+        if data.device == device:
+            return data
         # Non-blocking only to a GPU: a copy to the host could be read before it is complete.
         return data.to(device, non_blocking=torch.device(device).type == "cuda")
+    if type(data) is list:
+        return [to_device(item, device, warned) for item in data]
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
         # torch refuses negative strides and foreign byte orders, and warns of read-only arrays.
         native = data.astype(data.dtype.newbyteorder("="), copy=not data.flags.writeable)
@@ -47,8 +51,7 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(to_device(item, device, warned) for item in data))
     if isinstance(data, (list, tuple)):
-        moved = [to_device(item, device, warned) for item in data]
-        return moved if type(data) is list else type(data)(moved)
+        return type(data)([to_device(item, device, warned) for item in data])
     if type(data) not in warned:
         warned.add(type(data))
         logger.warning(

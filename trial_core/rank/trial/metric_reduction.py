@@ -151,7 +151,7 @@ class BatchMetrics:
         """The metrics of one call, and the columns to append them to."""
         if isinstance(outcome, torch.Tensor):
             outcome = {"loss": outcome}
-        if not isinstance(outcome, Mapping):
+        if not isinstance(outcome, (dict, Mapping)):  # most are dicts, which is checked fast
             raise TrialTypeError(
                 f"{self._method} must return a dictionary mapping string names to metrics, or the "
                 f"loss as a tensor; it returned a value {type_of(outcome)}"
