@@ -31,13 +31,8 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
 
     Raises TrialError if DeepSpeed finds no checkpoint of that tag.
     """
-    path = None
-    # Without files DeepSpeed's error would be "assert len(self.ckpt_list) > 0".
-    if _has_model_states(folder, tag):
-        with _secondary_copies_renewed(engine):
-            path = _load_checkpoint(engine, folder, tag)
-    if path is None:
-        raise _not_found("checkpoint", tag, folder, "load")
+    with _secondary_copies_renewed(engine):
+        _load_checkpoint(engine, folder, tag, "load")
 
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
@@ -45,11 +40,9 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
 
     The checkpoint may be of another number of data-parallel ranks, or another ZeRO stage. The
     module is loaded part by part: under ZeRO-3, the device and the first rank's host memory hold no
-    more than the rank's own weights and one part's. Collective: every rank calls this.
-
-    Raises:
-        TrialError: DeepSpeed found no weights of that tag.
-        CheckpointError: the weights are another model's.
+    more than the rank's own weights and one part's. Collective: every rank calls this. Raises
+    TrialError if DeepSpeed finds no weights of that tag, and CheckpointError if they are another
+    model's.
     """
     imported = imported_weights(folder, engine.module.state_dict().keys(), reader_of(engine))
     if imported is not None and tag != "model0":
@@ -58,9 +51,7 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
             "load_weights method of the trial"
         )
     if imported is not None:
-        weights = {
-            name: SavedWeight(each.shape, each.dtype, each.clone) for name, each in imported.items()
-        }
+        weights = _as_saved(imported)
         _load_by_parts(engine, weights)
         missing = frozen_names(engine.module, every_name=False) - weights.keys()
         if missing and dist.get_rank() == 0:
@@ -69,39 +60,29 @@ def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
                 "them: %s", len(missing), _listed(sorted(missing)[:5]),
             )  # fmt: skip
         return
-    path = None
-    if _has_model_states(folder, tag):
-        if needs_optimizer_shards(engine, (file.name for file in (folder / tag).iterdir())):
-            # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved
-            # last. Under ZeRO-3 it also has the whole model on every device, and in every rank's
-            # host memory.
-            index = int(tag.removeprefix("model"))
-            _load_by_parts(engine, saved_weights(folder, index, "fp32", reader_of(engine)))
-            return
-        path = _load_checkpoint(
-            engine,
-            folder,
-            tag,
-            load_module_only=True,
-            load_optimizer_states=False,
-            load_lr_scheduler_states=False,
-        )
-    if path is None:
-        raise _not_found("weights", tag, folder, "load_weights")
+    names = [file.name for file in (folder / tag).glob("*")]
+    if _has_model_states(folder, tag) and needs_optimizer_shards(engine, names):
+        # DeepSpeed's own loading needs a shard for each present rank, and reads the tag saved last.
+        # Under ZeRO-3 it also has the whole model on every device, and in every rank's host memory.
+        index = int(tag.removeprefix("model"))
+        _load_by_parts(engine, saved_weights(folder, index, "fp32", reader_of(engine)))
+    else:
+        parts = ("load_optimizer_states", "load_lr_scheduler_states")
+        options = {"load_module_only": True, **dict.fromkeys(parts, False)}
+        _load_checkpoint(engine, folder, tag, "load_weights", **options)
 
 
 def load_validated(engine: DeepSpeedEngine, folder: Path, index: int) -> None:
     """Load the weights that validations saw, if the checkpoint's are others. Collective.
 
-    Raises:
-        CheckpointError: the weights are another model's.
+    Raises CheckpointError if the weights are another model's.
     """
-    saved = read_validated(folder, index, reader_of(engine))
-    weights = {
-        name: SavedWeight(each.shape, each.dtype, each.clone) for name, each in saved.items()
-    }
-    if weights:
-        _load_by_parts(engine, weights, has_all=False)
+    if saved := read_validated(folder, index, reader_of(engine)):
+        _load_by_parts(engine, _as_saved(saved), has_all=False)
+
+
+def _as_saved(tensors: Mapping[str, torch.Tensor]) -> dict[str, SavedWeight]:
+    return {name: SavedWeight(each.shape, each.dtype, each.clone) for name, each in tensors.items()}
 
 
 def _load_by_parts(
@@ -153,11 +134,13 @@ def needs_optimizer_shards(engine: DeepSpeedEngine, names: Iterable[str]) -> boo
     return is_saved_partitioned or bool(engine.zero_optimization_partition_weights())
 
 
-def _load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str, **options: Any) -> str | None:
-    """Have DeepSpeed load a checkpoint of `save_checkpoint`; return its path, if it was found.
+def _load_checkpoint(
+    engine: DeepSpeedEngine, folder: Path, tag: str, method: str, **options: Any
+) -> None:
+    """Have DeepSpeed load a checkpoint of `save_checkpoint`, for the trial's `method`.
 
     With ``checkpoint.load_universal``, which is for a checkpoint that the trial loads itself,
-    DeepSpeed would look for a universal one here, too.
+    DeepSpeed would look for a universal one here, too. Raises TrialError if it finds none.
     """
     config, module = engine._config, engine.module
     if isinstance(module, PipelineModule):  # it loads its layers itself
@@ -165,12 +148,19 @@ def _load_checkpoint(engine: DeepSpeedEngine, folder: Path, tag: str, **options:
     elif frozen_names(module):
         options["custom_load_fn"] = _load_module
     is_universal, config.load_universal_checkpoint = config.load_universal_checkpoint, False
+    path = None
     try:
-        path, _ = engine.load_checkpoint(str(folder), tag=tag, **options)
+        # Without files DeepSpeed's error would be "assert len(self.ckpt_list) > 0".
+        if _has_model_states(folder, tag):
+            path, _ = engine.load_checkpoint(str(folder), tag=tag, **options)
     finally:
         config.load_universal_checkpoint = is_universal
-    found: str | None = path
-    return found
+    if path is None:
+        content = "checkpoint" if method == "load" else "weights"
+        raise TrialError(
+            f'DeepSpeed found no {content} (tag "{tag}") in {folder}; a trial that overrides save '
+            f"must also override {method}"
+        )
 
 
 def load_by_parts(
@@ -181,10 +171,8 @@ def load_by_parts(
     Without `has_all`, weights that are missing stay as they are.
 
     ZeRO-3's parameters are gathered for that. The first of the ranks that share them reads them;
-    the others receive them. Collective: every rank calls this.
-
-    Raises:
-        CheckpointError: the weights are another model's; raised on every rank, before any is read.
+    the others receive them. Collective: every rank calls this. Raises CheckpointError if the
+    weights are another model's; raised on every rank, before any is read.
     """
     own = _state_tensors(module)
     _require_same_model(module, own, weights, has_all)
@@ -267,10 +255,3 @@ def _listed(names: Collection[str]) -> str:
 
 def _has_model_states(folder: Path, tag: str) -> bool:
     return any((folder / tag).glob("*_model_states.pt"))
-
-
-def _not_found(content: str, tag: str, folder: Path, method: str) -> TrialError:
-    return TrialError(
-        f'DeepSpeed found no {content} (tag "{tag}") in {folder}; a trial that overrides save '
-        f"must also override {method}"
-    )

@@ -35,10 +35,8 @@ def validated_folder(index: int) -> str:
 
 
 def check_modes(engines: Sequence[DeepSpeedEngine]) -> None:
-    """Refuse an optimizer whose modes would not switch the weights with which its engine computes.
-
-    Raises TrialError.
-    """
+    """Refuse, by a TrialError, an optimizer whose modes would not switch the weights with which its
+    engine computes."""
     for engine in engines:
         for each in with_modes([engine.basic_optimizer]):
             weights = {id(one) for one in engine.module.parameters()}
@@ -115,8 +113,7 @@ def _write(engine: DeepSpeedEngine, folder: Path, weights: Mapping[str, torch.Te
 def read_validated(folder: Path, index: int, reader: Reader) -> dict[str, torch.Tensor]:
     """What `write_validated` wrote of an engine, still in its file; nothing if it wrote nothing.
 
-    Raises:
-        CheckpointError: the file holds something else than tensors by name.
+    Raises CheckpointError if the file holds something else than tensors by name.
     """
     path = folder / validated_folder(index) / _FILE
     content: Any = reader.load_mapped(path) if path.is_file() else {}
@@ -132,8 +129,7 @@ def with_validated(
 ) -> dict[str, SavedWeight]:
     """`weights` of training, with the `validated` ones in their places, under all their names.
 
-    Raises:
-        CheckpointError: a validated weight is not among them.
+    Raises CheckpointError if a validated weight is not among them.
     """
     if unknown := validated.keys() - weights.keys():
         raise CheckpointError(

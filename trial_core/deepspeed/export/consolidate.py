@@ -15,8 +15,14 @@ from typing import Any
 import torch
 
 from trial_core.checkpoint.weights.weights import Precision, SavedWeight, saved_weight, target_type
-from trial_core.deepspeed.reshard.parameter_state import MASTER, ParameterState, zero_keys
-from trial_core.deepspeed.reshard.partitions import Partitions, Shapes, zero3_part_elements
+from trial_core.deepspeed.reshard.parameter_state import (
+    MASTER,
+    ParameterState,
+    Partitions,
+    Shapes,
+    zero3_part_elements,
+    zero_keys,
+)
 from trial_core.deepspeed.reshard.saved_state import (
     MODEL_STATES,
     OPTIMIZER_STATES,
@@ -32,11 +38,9 @@ def consolidated(folder: Path, read: ReadFile, model_rank: int) -> dict[str, Par
     """The weights of one model-parallel rank or pipeline stage, each with the key `MASTER` only.
 
     Holds the trained weights, and under ZeRO-3 the frozen ones too. Experts have their global
-    names. Without ZeRO (a pipeline in bf16), shapes are flat. Called by one process; needs no
-    other ranks. `folder` has the files under the engine's tag.
-
-    Raises:
-        CheckpointError: a shard is missing, or the files are not ZeRO shards.
+    names. Without ZeRO (a pipeline in bf16), shapes are flat. Called by one process; needs no other
+    ranks. `folder` has the files under the engine's tag. Raises CheckpointError if a shard is
+    missing, or the files are not ZeRO shards.
     """
     models = [read(file) for _, file in rank_files(folder, MODEL_STATES, model_rank)]
     files = [file for _, file in rank_files(folder, OPTIMIZER_STATES, model_rank)]
@@ -85,10 +89,9 @@ def _trained(
 ) -> dict[str, ParameterState]:
     """The trained parameters, from each rank's flat partitions.
 
-    Args:
-        replicas: of each buffer, how many ranks share one copy of it. Experts have fewer than there
-            are ranks, and as many different buffers as there are expert-parallel ranks.
-        is_strided: True if neighbouring ranks hold different experts.
+    Each copy of a buffer is shared by as many ranks as `replicas` says: experts have fewer than
+    there are ranks, and as many different buffers as there are expert-parallel ranks. If they are
+    strided, neighbouring ranks hold different experts.
     """
     found: dict[str, ParameterState] = {}
     for buffer, shapes in enumerate(partitions.buffers):

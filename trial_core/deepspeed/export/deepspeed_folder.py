@@ -16,7 +16,7 @@ from deepspeed.checkpoint.ds_to_universal import main as convert
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from trial_core.deepspeed.fingerprints import check_exported, fingerprints_of
-from trial_core.deepspeed.reshard.partitions import Partitions
+from trial_core.deepspeed.reshard.parameter_state import Partitions
 from trial_core.deepspeed.reshard.saved_state import MODEL_STATES, OPTIMIZER_STATES, rank_files
 from trial_core.errors import CheckpointError
 from trial_core.rank.state_files.frozen_files import frozen_path, is_frozen_path
@@ -35,13 +35,9 @@ _KEYS = (str, int, float, bool, type(None))
 def write_deepspeed(folder: Path, engine: int, target: Path, tag: str, reader: Reader) -> int:
     """Move the files of an engine to ``target/tag``; return their number.
 
-    Args:
-        folder: a checkpoint's verified files, at least the ones of tag ``model{engine}``.
-        tag: DeepSpeed's name of the checkpoint, such as ``global_step500``.
-        reader: reads each file, because DeepSpeed unpickles them without limits.
-
-    Raises:
-        CheckpointError: a file has objects that the reader does not trust.
+    The `reader` reads each file first, because DeepSpeed unpickles them without limits. `folder`
+    has at least the files of tag ``model{engine}``. Raises CheckpointError if a file has objects
+    that the reader does not trust.
     """
     saved = folder / f"model{engine}"
     join_frozen(saved, reader)
@@ -59,11 +55,8 @@ def write_universal(folder: Path, engine: int, target: Path, tag: str, reader: R
 
     The converter unpickles files that it finds by their names, in all subfolders, and makes paths
     of the names in them. So it gets files that this process wrote, with content that the reader has
-    read.
-
-    Raises:
-        CheckpointError: DeepSpeed cannot convert the state, or confuses its weights; or a file has
-            objects that the reader does not trust, or names that lead out of the target.
+    read. Raises CheckpointError if DeepSpeed cannot convert the state, or confuses its weights; or
+    a file has objects that the reader does not trust, or names that lead out of the target.
     """
     saved, source = folder / f"model{engine}", folder / f"converted{engine}"
     source.mkdir()

@@ -80,14 +80,12 @@ def saved_weights(
 
     Args:
         folder: a checkpoint's verified files, at least the ones of tag ``model{engine}``.
-        engine: index of the engine, in the order of wrapping.
         dtype: ``fp32``: the weights that the optimizer steps on, from ZeRO's shards; 16-bit
             weights without an fp32 copy are converted. ``16bit``: the weights that the model
             computes with, as ``save_16bit_model`` writes them.
 
-    Raises:
-        CheckpointError: the weights are missing; or ranks hold parts that export cannot join; or
-            the files hold objects that the reader does not trust.
+    Raises CheckpointError if the weights are missing; or ranks hold parts that export cannot join;
+    or the files hold objects that the reader does not trust.
     """
     tag = folder / f"model{engine}"
     files = sorted(tag.glob("*.pt"))
@@ -146,9 +144,8 @@ def _rank_weights(
         masters = consolidated(tag, reader.load_mapped, rank)
     elif dtype == "fp32" and has_16bit:
         _logger.warning(
-            "engine %d was trained without ZeRO, so export reads only 16-bit weights: the exported "
-            "fp32 weights are converted from 16 bits",
-            engine,
+            f"engine {engine} was trained without ZeRO, so export reads only 16-bit weights: the "
+            "exported fp32 weights are converted from 16 bits"
         )
     buffers = set(state.get("buffer_names") or ())
     weights: dict[str, SavedWeight] = {}

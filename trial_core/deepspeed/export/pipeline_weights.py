@@ -78,9 +78,8 @@ def pipeline_weights(
     tied = read_facts(folder / facts_folder(engine)).tied
     if tied is None:
         _logger.warning(
-            "the checkpoint does not record which layers of %s are tied: a layer that uses another "
-            "one's weights with a forward_fn is missing in the export",
-            name,
+            f"the checkpoint does not record which layers of {name} are tied: a layer that uses "
+            "another one's weights with a forward_fn is missing in the export"
         )
     module: Weights = {}
     for file, match in sorted(layers.items(), key=lambda item: int(item[1][1])):
@@ -104,9 +103,8 @@ def _masters(
     stages = sorted({int(match[2]) for match in shards if match})
     if not stages:
         _logger.warning(
-            "the checkpoint of %s has no fp32 weights: the exported fp32 weights are converted "
-            "from 16 bits",
-            name,
+            f"the checkpoint of {name} has no fp32 weights: the exported fp32 weights are "
+            "converted from 16 bits"
         )
     found: dict[str, ParameterState] = {}
     for stage in stages:

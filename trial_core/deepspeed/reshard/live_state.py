@@ -23,9 +23,10 @@ from trial_core.deepspeed.reshard.parameter_state import (
     MASTER,
     MUON_MOMENTUM,
     ParameterState,
+    Partitions,
+    zero3_part_elements,
     zero_keys,
 )
-from trial_core.deepspeed.reshard.partitions import Partitions, zero3_part_elements
 from trial_core.deepspeed.reshard.saved_state import SourceEngine
 from trial_core.errors import CheckpointError
 
@@ -97,10 +98,9 @@ def module_state(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, Any
 
 
 def frozen_fragments(engine: DeepSpeedEngine, source: SourceEngine) -> dict[str, torch.Tensor]:
-    """This rank's ZeRO-3 parts of the frozen parameters.
+    """This rank's ZeRO-3 parts of the frozen parameters; one that was not saved keeps its value.
 
-    A frozen parameter that was not saved keeps its present value. Raises CheckpointError if
-    DeepSpeed keeps one in an unknown layout.
+    Raises CheckpointError if DeepSpeed keeps one in an unknown layout.
     """
     rank, ranks = _data_parallel_place(engine)
     fragments = {}
@@ -211,10 +211,8 @@ def _flat_partitions(optimizer: Any) -> tuple[list[torch.Tensor], bool]:
 
 
 def _own_zeros(optimizer: Any, flat: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-    """The optimizer's own tensor of a partition, set to zero, or a new one that takes its place.
-
-    `flat` is the partition of the fp32 weights.
-    """
+    """The optimizer's own tensor of a partition, whose fp32 weights are `flat`, set to zero, or a
+    new one that takes its place."""
     base, own = getattr(optimizer, "optimizer", None), None
     is_elsewhere = getattr(optimizer, "swap_optimizer", False)  # on a disk: DeepSpeed moves it
     if key == MASTER and not is_elsewhere:

@@ -1,7 +1,12 @@
-"""The optimizer's state of each parameter, by the parameter's name.
+"""The optimizer's state of each parameter, by the parameter's name, and where ZeRO keeps it.
 
 `parameters_from_partitions` reads what ZeRO saves, `parameters_from_full_state` what an optimizer
 without ZeRO saves.
+
+ZeRO 1 and 2 lay the parameters of an optimizer group end to end in one flat buffer. The buffer is
+cut into equal partitions, one for each data-parallel rank; a cut may go through a parameter. ZeRO-3
+cuts every parameter into equal parts, and each rank lays its parts end to end. Both pad the end
+before they cut.
 """
 
 from __future__ import annotations
@@ -12,10 +17,12 @@ from typing import Any
 
 import torch
 
-from trial_core.deepspeed.reshard.partitions import Fragment, Partitions, Shapes
 from trial_core.errors import CheckpointError
 
 Groups = list[dict[str, Any]]
+
+Shapes = Mapping[str, torch.Size]
+"""Parameters by name, in the order of their buffer or optimizer group."""
 
 MASTER = "master"
 """Key of a parameter's fp32 weights, next to the optimizer's own keys such as ``exp_avg``."""
@@ -30,6 +37,62 @@ def zero_keys(is_zero3: bool) -> tuple[str, str]:
     if is_zero3:
         return "fp32_flat_groups", "optimizer_state_dict"
     return "single_partition_of_fp32_groups", "base_optimizer_state"
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Consecutive elements of one parameter, in the partition of one rank.
+
+    Its first element has the index `first` in the flattened parameter, `offset` in the partition.
+    """
+
+    name: str
+    first: int
+    count: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """How an engine's parameters are cut.
+
+    Attributes:
+        buffers: the parameters of each flat buffer. A buffer is an optimizer group; under ZeRO-3
+            it is a part of one.
+        paddings: number of elements after each parameter of each buffer; None means no padding.
+        is_zero3: True if each parameter is cut, not the buffer.
+    """
+
+    buffers: Sequence[Shapes]
+    paddings: Sequence[Sequence[int]] | None
+    ranks: int
+    is_zero3: bool
+
+    def fragments(self, buffer: int, rank: int, partition_elements: int) -> list[Fragment]:
+        """The fragments in one rank's partition of a buffer. The last partition may be smaller."""
+        sizes = {name: shape.numel() for name, shape in self.buffers[buffer].items()}
+        fragments, position = list[Fragment](), 0
+        if self.is_zero3:
+            for name, size in sizes.items():
+                part = zero3_part_elements(size, self.ranks)
+                count = min(part, size - rank * part)
+                if count > 0:
+                    fragments.append(Fragment(name, rank * part, count, position))
+                position += part
+            return fragments
+        begin, end = rank * partition_elements, (rank + 1) * partition_elements
+        paddings = [0] * len(sizes) if self.paddings is None else self.paddings[buffer]
+        for (name, size), padding in zip(sizes.items(), paddings, strict=True):
+            first, last = max(position, begin), min(position + size, end)
+            if first < last:
+                fragments.append(Fragment(name, first - position, last - first, first - begin))
+            position += size + padding
+        return fragments
+
+
+def zero3_part_elements(elements: int, ranks: int) -> int:
+    """Number of elements of a parameter on each rank under ZeRO-3, padding included."""
+    return -(-elements // ranks)
 
 
 @dataclass
@@ -81,12 +144,9 @@ def parameters_from_partitions(
 ) -> tuple[dict[str, ParameterState], Groups]:
     """The parameters' state, and the optimizer's groups, from the partitions of all ranks.
 
-    Args:
-        buffers: the parameters of each flat buffer.
-        optimizers: the saved state of each data-parallel rank's ZeRO optimizer.
-
-    Raises:
-        CheckpointError: the layout is unknown, or the state cannot be divided.
+    `buffers` are the parameters of each flat buffer, `optimizers` the saved states of the
+    data-parallel ranks' ZeRO optimizers. Raises CheckpointError if the layout is unknown, or the
+    state cannot be divided.
     """
     first = optimizers[0]
     is_zero3 = "fp32_flat_groups" in first
@@ -128,13 +188,10 @@ def parameters_from_full_state(
 ) -> tuple[dict[str, ParameterState], Groups]:
     """The parameters' state, and the optimizer's groups, as saved without ZeRO.
 
-    Args:
-        module: the module's state dict; None for a pipeline.
-        optimizer: the optimizer's state dict, which has indices in place of names.
-        target_groups: the parameters that the live engine trains, by optimizer group.
-
-    Raises:
-        CheckpointError: the state cannot be matched with the parameters.
+    `module` and `optimizer` are state dicts; the module's is None for a pipeline. `target_groups`
+    are the parameters that the live engine trains, by optimizer group, since the optimizer's has
+    indices in place of names. Raises CheckpointError if the state cannot be matched with the
+    parameters.
     """
     unsupported = None
     if optimizer is None or "param_groups" not in optimizer:
@@ -225,10 +282,8 @@ def _add_fragments(
 def _split_state(
     state: Mapping[str, Any], sizes: tuple[int, int]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Split an optimizer's state of a flat tensor into per-element tensors and scalars.
-
-    `sizes` are the numbers of elements without and with padding.
-    """
+    """Split an optimizer's state of a flat tensor into per-element tensors, with one of `sizes`
+    (without and with padding), and scalars."""
     tensors, scalars = {}, {}
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dim() == 0:

@@ -49,15 +49,10 @@ _EXPERT = re.compile(r"\.deepspeed_experts\.(\d+)\.")
 def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) -> Iterator[Path]:
     """Inside the block, engines load a checkpoint of another topology as if it were of their own.
 
-    Args:
-        folder: the checkpoint's files, at least all shards of this rank's model-parallel rank.
-
-    Yields:
-        The folder to load from. The engines' files in it are empty, or links; they only have the
-        right names. The checkpoint's other files are links.
-
-    Raises:
-        CheckpointError: an engine's state cannot be resharded; says why.
+    `folder` has at least all shards of this rank's model-parallel rank. Gives the folder to load
+    from: the engines' files in it are empty, or links, which only have the right names, and all
+    other files are links. Raises CheckpointError if an engine's state cannot be resharded; says
+    why.
     """
     with TemporaryDirectory(prefix="trialflow-") as name:
         target = Path(name)
@@ -76,10 +71,8 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
 def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) -> bool:
     """True if `zero_optimization.round_robin_gradients` changes the order of saved parameters.
 
-    DeepSpeed's own loading does not notice. `folder` has the files under the engine's tag.
-
-    Raises:
-        CheckpointError: the order changes, and not all shards are here, so it cannot be resharded.
+    DeepSpeed's own loading does not notice. `folder` has the files under the engine's tag. Raises
+    CheckpointError if the order changes, and not all shards are here, so it cannot be resharded.
     """
     rank = engine.checkpoint_mp_rank
     is_zero12 = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)

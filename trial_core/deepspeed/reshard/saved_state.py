@@ -15,11 +15,12 @@ import torch
 
 from trial_core.deepspeed.reshard.parameter_state import (
     MASTER,
+    Shapes,
     parameters_from_full_state,
     parameters_from_partitions,
     require_group_count,
+    zero3_part_elements,
 )
-from trial_core.deepspeed.reshard.partitions import Shapes, zero3_part_elements
 from trial_core.errors import CheckpointDamaged, CheckpointError
 
 ReadFile = Callable[[Path], Any]
@@ -35,19 +36,15 @@ GLOBAL_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 class SourceEngine:
     """One engine of a checkpoint: the shards of all data-parallel ranks of a model-parallel rank.
 
-    Args:
-        folder: the files under the engine's tag.
-        target_groups: the parameters that the live engine trains, by optimizer group.
+    `folder` has the files under the engine's tag; `target_groups` are the parameters that the live
+    engine trains, by optimizer group. Raises CheckpointDamaged if a shard is missing, and
+    CheckpointError if the checkpoint is of another model, or its layout is unknown.
 
     Attributes:
         model: content of the model-states file: module, schedules, counters, client state.
         parameters: state of the trained parameters, by name.
         groups: the optimizer's groups, with learning rates and the like.
         global_state: the `GLOBAL_STATE` keys that were saved.
-
-    Raises:
-        CheckpointDamaged: a shard is missing.
-        CheckpointError: the checkpoint is of another model, or its layout is unknown.
     """
 
     def __init__(

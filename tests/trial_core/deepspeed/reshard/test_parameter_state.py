@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hypothesis import given, strategies as st
 
-from trial_core.deepspeed.reshard.partitions import Partitions
+from trial_core.deepspeed.reshard.parameter_state import Partitions
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
