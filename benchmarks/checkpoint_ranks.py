@@ -77,7 +77,7 @@ class SaveMethods:
         self._files = {
             name: CheckpointFiles(
                 self._folder, CheckpointStore(f"{job['bucket']}/{name}", options),
-                context.distributed, CheckpointingConfig(),
+                context.distributed, context.run_info,
             )
             for name, options in job["stores"].items()
         }  # fmt: skip

@@ -1,8 +1,9 @@
-"""The files of checkpoints on a rank's machine: staged ones to upload, and fetched ones."""
+"""The files on a rank's machine: staged and fetched checkpoints, and those for TensorBoard."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 import time
@@ -13,25 +14,32 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import fetch_files, take_local
 from trial_core.checkpoint.transfer.persister import Persister
+from trial_core.checkpoint.transfer.run_files import RunFiles, rank_folder
 from trial_core.checkpoint.transfer.upload import staged_files, upload_files
-from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
-from trial_core.messages import Fetched, Persisted
+from trial_core.messages import Fetched, Persisted, RunFilesStored
 from trial_core.processes.machine.memory_files import take_memory_links
 from trial_core.processes.machine.run_dirs import KEPT
 from trial_core.processes.slots.kept_memory import keep_in_memory
 from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.trial.context import RunInfo
+from trial_core.rank.trial.tensorboard import TensorBoard
+
+logger = logging.getLogger(__name__)
 
 RESTORED = "restored"
 """The folder of fetched checkpoints, in the run's folder."""
 
 
-class CheckpointFiles:
-    """This rank's staged and fetched checkpoints, below the run's folder on this machine.
+def tensorboard_in(run_dir: Path, rank: int) -> TensorBoard:
+    """A rank's TensorBoard files, below the run's folder on this machine."""
+    return TensorBoard(run_dir / rank_folder(rank))
 
-    Attributes:
-        complete: waits until the staged files are complete. Raises CheckpointRefused if they cannot
-            be.
+
+class CheckpointFiles:
+    """This rank's files below the run's folder on this machine, to and from the storage.
+
+    `complete` waits until what is staged is complete. Raises CheckpointRefused if it cannot be.
     """
 
     def __init__(
@@ -39,13 +47,15 @@ class CheckpointFiles:
         run_dir: Path,
         store: CheckpointStore,
         distributed: DistributedContext,
-        settings: CheckpointingConfig,
+        info: RunInfo,
     ) -> None:
         self._run_dir = run_dir
         self.store = store
         self._distributed = distributed
         self._is_moving = threading.Lock()
-        self._persister = Persister(settings.stall_timeout_seconds)
+        self._persister = Persister(info.checkpointing.stall_timeout_seconds)
+        self._info = info
+        self._run_files: RunFiles | None = None
         self.complete: Callable[[], None] = lambda: None
 
     def staging(self, uuid: str) -> Path:
@@ -118,10 +128,8 @@ class CheckpointFiles:
             self._persister.fetch(self.store.spec, uuid, missing, self.restored(uuid))
 
     def try_persist(self, uuid: str, shared: Sequence[FileEntry]) -> Persisted:
-        """Like `persist`, with its error in the result.
-
-        It is not raised: other ranks may be training, and the driver decides how to go on.
-        """
+        """Like `persist`, with its error in the result: other ranks may be training, and the driver
+        decides how to continue. If there is none, the files for TensorBoard follow."""
         began = time.monotonic()
         files: list[FileEntry] = []
         problem = mistake = None
@@ -132,6 +140,8 @@ class CheckpointFiles:
         except CheckpointError as error:
             mistake = str(error)
         seconds = time.monotonic() - began
+        if problem is None and mistake is None:
+            self.upload_run_files()
         return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
 
     def try_fetch(self, uuid: str, files: list[FileEntry]) -> Fetched:
@@ -144,6 +154,32 @@ class CheckpointFiles:
         except StorageError as error:
             return Fetched(problem=str(error))
         return Fetched()
+
+    def upload_run_files(self) -> RunFilesStored:
+        """Upload the files for TensorBoard that have changed, if that is switched on.
+
+        Not collective; for any thread, one call at a time. After a storage failure, which is a
+        warning, the next upload includes the same files.
+        """
+        tensorboard = self._info.tensorboard
+        # Only the driver sees a process-local storage, so the driver uploads there.
+        if not tensorboard.has_files_to_upload or self.store.is_process_local:
+            return RunFilesStored(files=0)
+        if self._run_files is None:
+            folder, into = tensorboard.folder(), rank_folder(tensorboard.rank)
+            scratch = self._run_dir / "staging"
+            self._run_files = RunFiles(self.store, self._info.trial, folder, into, scratch)
+        tensorboard.flush()
+        try:
+            return RunFilesStored(files=self._run_files.upload_changed())
+        except StorageError as error:
+            logger.warning("files for TensorBoard are not uploaded: %s", error)
+            return RunFilesStored(files=0, problem=str(error))
+
+    def finish_run_files(self) -> RunFilesStored:
+        """Stop the profiler, and upload the remaining files for TensorBoard."""
+        self._info.tensorboard.finish()
+        return self.upload_run_files()
 
     def close(self) -> None:
         self._persister.close()

@@ -19,52 +19,19 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from trial_core import messages
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.run_files import rank_folder
 from trial_core.errors import SlotsError
-from trial_core.messages import (
-    AnyRequest,
-    AnyResult,
-    AttachTrial,
-    BatchesTrained,
-    BatchesValidated,
-    BuildLoadersAndRestore,
-    BuildTrial,
-    Done,
-    EndFit,
-    FetchCheckpoint,
-    Fetched,
-    FinishRunFiles,
-    HookDone,
-    MetricsNamed,
-    NameMetrics,
-    PersistCheckpoint,
-    Persisted,
-    ReadyToTrain,
-    ReleaseStaging,
-    Request,
-    RestoredSettings,
-    RunFilesStored,
-    RunHook,
-    RunValidation,
-    SaveCheckpoint,
-    Saved,
-    TrainBatches,
-    Trained,
-    TrialBuilt,
-    Validated,
-)
 from trial_core.processes.machine.run_dirs import rank_run_dir
 from trial_core.processes.slots.stop_barrier import StopBarrier
-from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.checkpoint_files import CheckpointFiles, tensorboard_in
 from trial_core.rank.collectives.accelerator import accelerator_name, peak_memory_bytes
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import Loaders, build_loaders
 from trial_core.rank.forward_time import ForwardClock
 from trial_core.rank.rank_checkpoint import Snapshots
-from trial_core.rank.rank_state import capture_rng, restore_rng
-from trial_core.rank.restore_on_other_ranks import RankRemap
-from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
+from trial_core.rank.rank_state import RankRemap, capture_rng, restore_rng
 from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.late_copies import finish_copies
 from trial_core.rank.training import BatchReporter, TrainingLoop
@@ -78,6 +45,7 @@ from trial_core.schedule.work import Work
 
 T = TypeVar("T")
 
+Progressed = messages.BatchesTrained | messages.BatchesValidated
 AdapterBuilder = Callable[[RunInfo, DistributedContext], TrialAdapter]
 """Constructs the trial that an experiment names. Collective: every rank calls it."""
 
@@ -95,7 +63,6 @@ class _AttachedTrial:
     info: RunInfo
     files: CheckpointFiles
     snapshots: Snapshots
-    run_files: RunFileUpload
     forward_clock: ForwardClock
 
     def close(self) -> None:
@@ -110,29 +77,26 @@ class Controller:
         emit: gets progress messages during workloads, on rank 0.
         on_stop_requested: called when the trial requests a stop during a train-workload; must have
             the driver pause all ranks (see `stop_barrier`).
-        info: the state of a script's trial, which exists already and is attached, not built.
-        run_dir_of_script: the folder of such a trial's run on this machine.
-
-    Attributes:
-        fit_result: the fields of the result of `Trainer.fit`, once the driver has ended it.
+        info, run_dir_of_script: the state, and the folder on this machine, of a script's trial,
+            which exists already and is attached, not built.
     """
 
     def __init__(
         self,
         build_adapter: AdapterBuilder,
-        emit: Callable[[BatchesTrained | BatchesValidated], None],
+        emit: Callable[[Progressed], None],
         distributed: DistributedContext | None = None,
         stop_barrier: StopBarrier | None = None,
         on_stop_requested: Callable[[], None] = lambda: None,
         info: RunInfo | None = None,
-        run_dir_of_script: Callable[[AttachTrial], Path] = lambda of: rank_run_dir(of.run_dir),
+        run_dir_of_script: Callable[[Any], Path] = lambda request: rank_run_dir(request.run_dir),
     ) -> None:
         self._build_adapter = build_adapter
         self._emit = emit
         self._on_stop_requested = on_stop_requested
         self._scripts_info = info
         self._run_dir_of_script = run_dir_of_script
-        self.fit_result: dict[str, Any] | None = None
+        self.fit_result: dict[str, Any] | None = None  # of `Trainer.fit`, once it has ended
         self._has_requested_stop = False
         self._owes_shutdown_hook = False
         self._stop_barrier = stop_barrier or StopBarrier()
@@ -143,23 +107,23 @@ class Controller:
         self._training: TrainingLoop | None = None
         # Arguments that only this rank knows, for the hooks that follow a workload.
         self._hook_arguments: dict[str, dict[str, Any]] = {}
-        self._handlers: dict[type, Callable[[Any], AnyResult]] = {
-            BuildTrial: self.build_trial,
-            AttachTrial: self.attach_trial,
-            FetchCheckpoint: self.fetch_checkpoint,
-            BuildLoadersAndRestore: self.build_loaders_and_restore,
-            TrainBatches: self.train,
-            NameMetrics: self.name_metrics,
-            RunValidation: self.validate,
-            SaveCheckpoint: self.save_checkpoint,
-            PersistCheckpoint: self.persist_checkpoint,
-            ReleaseStaging: self.release_staging,
-            RunHook: self.run_hook,
-            FinishRunFiles: self.finish_run_files,
-            EndFit: self.end_fit,
+        self._handlers: dict[type, Callable[[Any], messages.AnyResult]] = {
+            messages.BuildTrial: self.build_trial,
+            messages.AttachTrial: self.attach_trial,
+            messages.FetchCheckpoint: self.fetch_checkpoint,
+            messages.BuildLoadersAndRestore: self.build_loaders_and_restore,
+            messages.TrainBatches: self.train,
+            messages.NameMetrics: self.name_metrics,
+            messages.RunValidation: self.validate,
+            messages.SaveCheckpoint: self.save_checkpoint,
+            messages.PersistCheckpoint: self.persist_checkpoint,
+            messages.ReleaseStaging: self.release_staging,
+            messages.RunHook: self.run_hook,
+            messages.FinishRunFiles: self.finish_run_files,
+            messages.EndFit: self.end_fit,
         }
 
-    def carry_out(self, request: AnyRequest) -> AnyResult:
+    def carry_out(self, request: messages.AnyRequest) -> messages.AnyResult:
         """Carry out one request. The caller runs it in the lane that the request names."""
         return self._handlers[type(request)](request)
 
@@ -169,10 +133,8 @@ class Controller:
         return None if self._attached is None else self._attached.info.batches_trained
 
     def close(self) -> None:
-        """Release the trial's loaders, TensorBoard files and snapshots.
-
-        After a run that failed, first call the callbacks' `on_trial_shutdown`.
-        """
+        """Release the trial's loaders, TensorBoard files and snapshots, after the callbacks'
+        `on_trial_shutdown` if a run has failed before it."""
         with ExitStack() as stack:
             if self._attached is not None:
                 stack.callback(self._attached.close)
@@ -181,10 +143,7 @@ class Controller:
             self._loaders = self._training = None  # loader workers end with their iterators
 
     def shut_down_callbacks(self) -> None:
-        """Call `on_trial_shutdown`, if it is still due after `on_trial_startup`.
-
-        Every callback is called, even if another one raises.
-        """
+        """Call `on_trial_shutdown` of every callback, if it is due, even if another one raises."""
         if self._attached is None or not self._owes_shutdown_hook:
             return
         self._owes_shutdown_hook = False
@@ -202,7 +161,7 @@ class Controller:
 
     # ------------------------------------------------------------------------ the workloads
 
-    def build_trial(self, request: BuildTrial) -> TrialBuilt:
+    def build_trial(self, request: messages.BuildTrial) -> messages.TrialBuilt:
         """Construct the user's trial, in place of an earlier one. Collective."""
         self._stop_barrier.reset()
         self._free_trial()
@@ -215,7 +174,7 @@ class Controller:
         adapter = self._build_adapter(info, self._distributed)
         return self.attach(adapter, info, run_dir, CheckpointStore.from_spec(request.storage))
 
-    def attach_trial(self, request: AttachTrial) -> TrialBuilt:
+    def attach_trial(self, request: messages.AttachTrial) -> messages.TrialBuilt:
         """Take over the trial that a script has constructed. Collective."""
         info = self._scripts_info
         if info is None:
@@ -229,24 +188,22 @@ class Controller:
 
     def attach(
         self, adapter: TrialAdapter, info: RunInfo, run_dir: Path, store: CheckpointStore
-    ) -> TrialBuilt:
+    ) -> messages.TrialBuilt:
         """Take over a constructed trial, in place of an earlier one.
 
-        Args:
-            info: the source of the context's answers; the controller keeps it up to date.
-            run_dir: a folder on this machine for staged and fetched checkpoints.
+        Its context answers from `info`, which is kept up to date. `run_dir` is the folder on this
+        machine for staged and fetched checkpoints.
         """
         if self._attached is not None:
             self._attached.close()
         info.batch_samples = adapter.batch_samples
         settings = info.checkpointing
-        files = CheckpointFiles(run_dir, store, self._distributed, settings)
+        files = CheckpointFiles(run_dir, store, self._distributed, info)
         self._attached = _AttachedTrial(
             adapter,
             info,
             files,
             Snapshots(adapter, files, self._distributed, settings),
-            RunFileUpload(info, store, run_dir),
             ForwardClock(adapter.whole_models if self._distributed.get_size() > 1 else ()),
         )
         profiling = info.profiling
@@ -260,14 +217,14 @@ class Controller:
         hooks = overridden_hooks(adapter.callbacks)
         if "on_trial_shutdown" in hooks:
             hooks |= {"on_trial_startup"}  # from then on, this rank owes the other one
-        return TrialBuilt(
+        return messages.TrialBuilt(
             hooks=sorted(hooks),
             topology=adapter.topology(),
             batch_samples=adapter.batch_samples,
             versions=library_versions(),
         )
 
-    def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
+    def fetch_checkpoint(self, request: messages.FetchCheckpoint) -> messages.Fetched:
         """Fetch a checkpoint's files to this machine. I/O lane."""
         trial, files = self._trial, request.files
         if request.saved_by is not None:
@@ -275,17 +232,19 @@ class Controller:
             files = trial.adapter.files_read(files, request.saved_by, request.restore, ranks_here)
         return trial.files.try_fetch(request.uuid, files)
 
-    def build_loaders_and_restore(self, request: BuildLoadersAndRestore) -> ReadyToTrain:
+    def build_loaders_and_restore(
+        self, request: messages.BuildLoadersAndRestore
+    ) -> messages.ReadyToTrain:
         """Build the loaders, and restore from a fetched checkpoint. Collective."""
-        trial = self._trial
-        adapter, info = trial.adapter, trial.info
+        adapter, info, snapshots = self._trial.adapter, self._trial.info, self._trial.snapshots
+        continues = request.checkpoint is not None and request.restore == "everything"
         info.batches_trained = info.initial_batch = request.batches_trained
         seed = info.experiment_seed
         remap = RankRemap.of(request.saved_by, adapter, seed, request.batches_trained)
         if remap is not None and self._distributed.get_rank() == 0:
             logger.info("%s", remap)
         began = time.monotonic()
-        state = trial.snapshots.read_state(request.checkpoint, request.restore, remap)
+        state = snapshots.read_state(request.checkpoint, request.restore, remap)
         restore_seconds = time.monotonic() - began
         loaders = build_loaders(adapter, self._distributed, seed, info.compares_data)
         hooks = overridden_hooks(adapter.callbacks)
@@ -294,19 +253,15 @@ class Controller:
         )
         loaders.validation.limit = request.validation_limit
         resized = ""
-        if request.checkpoint is not None and request.restore == "everything":
-            samples = trial.snapshots.batch_samples(request.checkpoint)
+        if request.checkpoint is not None and continues:
+            samples = snapshots.batch_samples(request.checkpoint)
             position = (state or {}).get("training_data")
+            has_other_ranks = remap is not None and not remap.keeps_data_shards
             resized = loaders.count_on(
-                request.epoch,
-                request.batches_trained,
-                samples,
-                position,
-                has_other_ranks=remap is not None and not remap.keeps_data_shards,
+                request.epoch, request.batches_trained, samples, position, has_other_ranks
             )
         info.epoch = loaders.epoch
-        told = RestoredSettings()
-        snapshots, warnings = trial.snapshots, [*loaders.warnings]
+        told, warnings = messages.RestoredSettings(), [*loaders.warnings]
         settings_here = BuiltSettings(adapter.setting_parts())
         is_common = len(set(self._distributed.allgather(settings_here.to_json()))) == 1
         snapshots.built = settings_here if is_common else None  # a pipeline's stages may differ
@@ -314,20 +269,14 @@ class Controller:
         if request.checkpoint is not None:
             began = time.monotonic()
             told = snapshots.restore(
-                request.checkpoint,
-                state,
-                remap,
-                request.keep,
-                request.restore == "everything",
-                request.compares,
+                request.checkpoint, state, remap, request.keep, continues, request.compares
             )
             told = replace(told, new=[*told.new, resized] if resized else told.new)
             restore_seconds += time.monotonic() - began
-            if request.restore == "everything":
-                warnings += snapshots.differing_data(request.checkpoint, request.compares)
-                warnings += snapshots.unknown_batches(request.checkpoint, remap)
+            if continues:
+                warnings += snapshots.data_warnings(request.checkpoint, request.compares, remap)
         # After restore: the trial's on_checkpoint_load_start may change any part of the state.
-        own = (state if request.restore == "everything" else None) or {}
+        own = (state if continues else None) or {}
         loaders.begin(own.get("training_data"))
         self._loaders, self._rng = loaders, own.get("rng")
         self._training = TrainingLoop(
@@ -337,13 +286,13 @@ class Controller:
             self._distributed,
             wants_batch_metrics,
             self._stop_barrier,
-            progress=self._reporter(BatchesTrained),
+            progress=self._reporter(messages.BatchesTrained),
             on_first_batch=snapshots.rehearse,
             on_stop_requested=self._request_stop,
         )
         if info.tensorboard_logging:
             info.tensorboard.log_metrics_by_default()  # also for a validation before training
-        return ReadyToTrain(
+        return messages.ReadyToTrain(
             epoch=loaders.epoch,
             restore_seconds=restore_seconds,
             loads_micro_batches=loaders.loads_micro_batches,
@@ -351,7 +300,7 @@ class Controller:
             warnings=warnings,
         )
 
-    def train(self, request: TrainBatches) -> Trained:
+    def train(self, request: messages.TrainBatches) -> messages.Trained:
         """Train up to a batch. Collective."""
         adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
         self._restore_rng()
@@ -360,7 +309,7 @@ class Controller:
         began, waited = time.monotonic(), loaders.waited_seconds
         steps, samples = adapter.scaled_steps(), info.samples_trained
         copied = self._trial.snapshots.waited_seconds
-        loop = _require(self._training, BuildLoadersAndRestore)
+        loop = _require(self._training, messages.BuildLoadersAndRestore)
         may_change = adapter.steps_each_batch and 0.0 not in adapter.learning_rates()
         watch = WeightWatch(adapter.modules) if request.watches_weights else None
         with watch or nullcontext():
@@ -374,7 +323,7 @@ class Controller:
             "avg_metrics": outcome.avg_metrics,
             "batch_metrics": outcome.batch_metrics,
         }
-        return Trained(
+        return messages.Trained(
             batches_trained=info.batches_trained,
             metrics=metrics,
             seconds=time.monotonic() - began,
@@ -395,20 +344,20 @@ class Controller:
             weights=watch.seen(may_change and not skipped) if watch else None,
         )
 
-    def name_metrics(self, request: NameMetrics) -> MetricsNamed:
+    def name_metrics(self, request: messages.NameMetrics) -> messages.MetricsNamed:
         """Find the names of the validation metrics. Collective."""
         adapter, loaders = self._trial.adapter, self._built_loaders
-        return MetricsNamed(
+        return messages.MetricsNamed(
             names=metric_names(adapter, loaders, self._distributed),
             may_be_more=any(map(may_change_metrics, adapter.callbacks.values())),
         )
 
-    def validate(self, request: RunValidation) -> Validated:
+    def validate(self, request: messages.RunValidation) -> messages.Validated:
         """Validate. Collective."""
         adapter, info, loaders = self._trial.adapter, self._trial.info, self._built_loaders
         self._restore_rng()
         began, rng = time.monotonic(), capture_rng()
-        progress = self._reporter(BatchesValidated)
+        progress = self._reporter(messages.BatchesValidated)
         metrics = validate(adapter, loaders, self._distributed, progress, self._stop_barrier)
         reported = as_reported(metrics or {}, "evaluate_batch")
         if metrics is None:
@@ -417,7 +366,7 @@ class Controller:
             self._hook_arguments["on_validation_end"] = {"metrics": metrics}
             if "on_validation_end" not in overridden_hooks(adapter.callbacks):
                 info.tensorboard.report("validation", info.batches_trained, reported)
-        return Validated(
+        return messages.Validated(
             metrics=reported,
             seconds=time.monotonic() - began,
             stop_requested=info.stop_requested,
@@ -425,14 +374,14 @@ class Controller:
             is_broken_off=metrics is None,
         )
 
-    def save_checkpoint(self, request: SaveCheckpoint) -> Saved:
+    def save_checkpoint(self, request: messages.SaveCheckpoint) -> messages.Saved:
         """Stage a checkpoint. Collective."""
         began, info = time.monotonic(), self._trial.info
         position = self._built_loaders.state_dict()
         staging = self._trial.snapshots.stage(request.uuid, info.batches_trained, position)
         for hook in ("on_checkpoint_write_end", "on_checkpoint_end"):
             self._hook_arguments[hook] = {"checkpoint_dir": str(staging)}
-        return Saved(
+        return messages.Saved(
             staging=str(staging),
             seconds=time.monotonic() - began,
             writes_run_files=info.tensorboard.has_files_to_upload,
@@ -440,20 +389,17 @@ class Controller:
             stop_reason=info.stop_reason,
         )
 
-    def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
+    def persist_checkpoint(self, request: messages.PersistCheckpoint) -> messages.Persisted:
         """Upload a staged checkpoint, and the files for TensorBoard. I/O lane."""
-        persisted = self._trial.files.try_persist(request.uuid, request.shared)
-        if not persisted.problem and not persisted.mistake:
-            self._trial.run_files.upload()
-        return persisted
+        return self._trial.files.try_persist(request.uuid, request.shared)
 
-    def release_staging(self, request: ReleaseStaging) -> Done:
+    def release_staging(self, request: messages.ReleaseStaging) -> messages.Done:
         """Delete a staged checkpoint and the files fetched before. I/O lane."""
         self._trial.files.release(request.uuid)
         self._trial.files.delete_fetched()
-        return Done()
+        return messages.Done()
 
-    def run_hook(self, request: RunHook) -> HookDone:
+    def run_hook(self, request: messages.RunHook) -> messages.HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
         finish_copies()  # a hook may change weights, or read the staged files
         adapter, info = self._trial.adapter, self._trial.info
@@ -472,19 +418,18 @@ class Controller:
             metrics = as_reported(arguments["metrics"], "on_validation_end")
             if "on_validation_end" in overridden_hooks(adapter.callbacks):
                 info.tensorboard.report("validation", info.batches_trained, metrics)
-        return HookDone(
+        return messages.HookDone(
             stop_requested=info.stop_requested, stop_reason=info.stop_reason, metrics=metrics
         )
 
-    def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
+    def finish_run_files(self, request: messages.FinishRunFiles) -> messages.RunFilesStored:
         """Stop the profiler, and upload the remaining files for TensorBoard."""
-        self._trial.info.tensorboard.finish()
-        return self._trial.run_files.upload()
+        return self._trial.files.finish_run_files()
 
-    def end_fit(self, request: EndFit) -> Done:
+    def end_fit(self, request: messages.EndFit) -> messages.Done:
         """Keep the result of `Trainer.fit`, which returns next."""
         self.fit_result = request.result
-        return Done()
+        return messages.Done()
 
     # ---------------------------------------------------------------------------- internals
 
@@ -509,7 +454,7 @@ class Controller:
         self._stop_barrier.pause_self()  # first: this rank must not begin another batch meanwhile
         self._on_stop_requested()
 
-    def _reporter(self, message: type[BatchesTrained] | type[BatchesValidated]) -> BatchReporter:
+    def _reporter(self, message: type[Progressed]) -> BatchReporter:
         def send(batches: int) -> None:
             if self._distributed.get_rank() == 0:
                 self._emit(message(batches=batches))
@@ -518,14 +463,14 @@ class Controller:
 
     @property
     def _trial(self) -> _AttachedTrial:
-        return _require(self._attached, BuildTrial)
+        return _require(self._attached, messages.BuildTrial)
 
     @property
     def _built_loaders(self) -> Loaders:
-        return _require(self._loaders, BuildLoadersAndRestore)
+        return _require(self._loaders, messages.BuildLoadersAndRestore)
 
 
-def _require(value: T | None, request: type[Request]) -> T:
+def _require(value: T | None, request: type[messages.Request]) -> T:
     if value is None:
         raise SlotsError(f"this request must come after {request.stage}")
     return value

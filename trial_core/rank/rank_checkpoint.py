@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -28,12 +28,13 @@ from trial_core.rank.data.sample_lists import SampleLists, differing_checkpoint
 from trial_core.rank.first_checkpoint import load_back
 from trial_core.rank.rank_state import (
     STATE_FOLDER,
+    RankRemap,
     rank_state,
     read_rank_state,
+    read_remapped_state,
     restore_callbacks,
     write_rank_state,
 )
-from trial_core.rank.restore_on_other_ranks import RankRemap, read_remapped_state
 from trial_core.rank.state_files.built_settings import BuiltSettings, changes_of_data, read_settings
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.safe_load import Reader
@@ -48,8 +49,7 @@ class Snapshots:
 
     Attributes:
         built: the settings of its optimizers and the like; None if ranks have different ones.
-        data_settings: the settings of its training data, once the loaders are built.
-        sample_lists: of its training data.
+        data_settings, sample_lists: of its training data, once the loaders are built.
     """
 
     def __init__(
@@ -99,9 +99,8 @@ class Snapshots:
     ) -> Path:
         """Write this rank's shards and state. Collective: every rank calls this.
 
-        Raises:
-            CheckpointUnrestorable: the first checkpoint that these ranks save cannot be restored.
-                Not checked if they have restored one.
+        Raises CheckpointUnrestorable if the first checkpoint that these ranks save cannot be
+        restored. Not checked if they have restored one.
         """
         adapter, folder, memory = self._adapter, self._files.staging(uuid), self._memory_files()
         finish_copies()
@@ -139,8 +138,7 @@ class Snapshots:
     ) -> dict[str, Any] | None:
         """This rank's state in a fetched checkpoint; None if only weights or nothing is restored.
 
-        Raises:
-            CheckpointDamaged: the checkpoint has no state of this rank.
+        Raises CheckpointDamaged if the checkpoint has no state of this rank.
         """
         if uuid is None or restore == "weights":
             return None
@@ -167,14 +165,13 @@ class Snapshots:
     ) -> RestoredSettings:
         """Load from fetched files, after all ranks have fetched. Collective: every rank calls this.
 
+        Returns the settings that were built otherwise for the checkpoint.
+
         Args:
             state: the result of `read_state`, for the callbacks; None loads weights alone.
             keep: see `BuiltSettings.apply`.
             continues: True if training continues at the checkpoint's place in the data.
             compares: False if nothing can have changed; the checkpoint's settings stay.
-
-        Returns:
-            The settings that were built otherwise for the checkpoint.
         """
         adapter, folder = self._adapter, self._files.restored(uuid)
         if state is None:
@@ -203,42 +200,33 @@ class Snapshots:
         restore_callbacks(state, adapter.callbacks)  # what a callback sets counts
         return told
 
-    def differing_data(self, uuid: str, compares: bool) -> list[str]:
-        """Warnings if a fetched checkpoint was saved with other training data.
-
-        Args:
-            compares: as for `restore`, which tells another number of samples.
-        """
+    def data_warnings(self, uuid: str, compares: bool, remap: RankRemap | None) -> Iterator[str]:
+        """Warnings if a fetched checkpoint was saved with other training data, or perhaps with
+        batches of other sizes. What `restore` compares is left out."""
         saved, now = read_settings(self._files.restored(uuid) / STATE_FOLDER), self.data_settings
-        if saved is None or (compares and saved.data.get("samples") != now.get("samples")):
-            return []
-        found = differing_checkpoint(saved.sample_lists, self.sample_lists)
-        return [] if found is None else [found]
-
-    def unknown_batches(self, uuid: str, remap: RankRemap | None) -> list[str]:
-        """Warnings if it is unknown whether a batch has as many samples as on the saving ranks."""
-        if remap is None or remap.keeps_data_shards or not self._adapter.needs_data:
-            return []
-        saved = read_settings(self._files.restored(uuid) / STATE_FOLDER)
         of_data = {} if saved is None else saved.data
-        if "batch size" in of_data and "batch size" in self.data_settings:
-            return []  # `restore` compares them
+        is_told = compares and of_data.get("samples") != now.get("samples")
+        if saved is not None and not is_told:
+            differing = differing_checkpoint(saved.sample_lists, self.sample_lists)
+            yield from filter(None, [differing])
+        if remap is None or remap.keeps_data_shards or not self._adapter.needs_data:
+            return
+        if "batch size" in of_data and "batch size" in now:
+            return  # `restore` compares them
         if remap.saved.batch_samples and remap.now.batch_samples:
-            return []  # they are equal, or the driver would have refused the checkpoint
-        then, now = remap.saved.data_parallel_size, remap.now.data_parallel_size
-        return [
+            return  # they are equal, or the driver would have refused the checkpoint
+        then, ranks = remap.saved.data_parallel_size, remap.now.data_parallel_size
+        yield (
             f"the place in the training data was counted on {plural(then, 'data-parallel rank')}, "
-            f"and the run now has {now}: it is right if a batch of all ranks still has as many "
+            f"and the run now has {ranks}: it is right if a batch of all ranks still has as many "
             "samples, which the loader does not tell. If each rank takes as many as before, "
             f"samples of this epoch are left out or come twice: resume on {plural(then, 'rank')}, "
             "or divide the size of a batch by the number of ranks (get_per_slot_batch_size)"
-        ]
+        )
 
     def _copied_late(self, memory: MemoryFiles) -> AbstractContextManager[None]:
-        """Inside the block, what a step changes is copied while training continues, if it may be.
-
-        A first snapshot that is loaded back at once is not.
-        """
+        """Inside the block, what a step changes is copied while training continues, if it may be
+        and the snapshot is not loaded back at once."""
         adapter = self._adapter
         if self._settings.snapshot == "eager" or self._verifies:
             return contextlib.nullcontext()

@@ -30,12 +30,12 @@ from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.pytorch.context import PyTorchTrialContext
+from trial_core.rank.checkpoint_files import tensorboard_in
 from trial_core.rank.collectives.accelerator import claim_accelerator
 from trial_core.rank.collectives.distributed import CHIEF_VARIABLE, DistributedContext, is_launched
 from trial_core.rank.collectives.rendezvous import host_single_rank, init_torch_distributed
 from trial_core.rank.core_api.script_host import ScriptHost, current_slot
 from trial_core.rank.rank_state import seed_everything
-from trial_core.rank.run_file_upload import tensorboard_in
 from trial_core.rank.script import shown
 from trial_core.rank.script.driver_process import early_driver
 from trial_core.rank.trial.context import RunInfo

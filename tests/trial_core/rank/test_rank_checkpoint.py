@@ -29,6 +29,7 @@ from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.late_copies import collecting
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.tensor_files import write_tensors
+from trial_core.rank.trial.context import RunInfo
 
 Warm = Callable[[int], SlotGroup]
 
@@ -130,7 +131,8 @@ def one_of(rank: int, ranks: int) -> DistributedContext:
 
 def files_of(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> CheckpointFiles:
     store = CheckpointStore(str(folder / "store"))
-    return CheckpointFiles(folder, store, one_of(rank, ranks), CheckpointingConfig(**settings))
+    info = RunInfo("toy-1", {"checkpointing": settings})
+    return CheckpointFiles(folder, store, one_of(rank, ranks), info)
 
 
 def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> Snapshots:

@@ -11,39 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from trial_core import messages
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ClusterInfo, published
 from trial_core.deepspeed.op_builds import prepare_op_builds
 from trial_core.driver.entrypoint_check import entrypoint_problem
 from trial_core.errors import SlotsError, TrialError
-from trial_core.messages import (
-    AnyRequest,
-    AnyResult,
-    AttachTrial,
-    BuildTrial,
-    Done,
-    FetchCheckpoint,
-    Fetched,
-    FinishRunFiles,
-    PersistCheckpoint,
-    Persisted,
-    ReleaseStaging,
-    RunFilesStored,
-    RunScript,
-    ScriptEnded,
-    TrialBuilt,
-)
 from trial_core.processes.machine.run_dirs import rank_run_dir
 from trial_core.processes.slots.receipts import Receipts
 from trial_core.processes.slots.stop_barrier import StopBarrier
-from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.checkpoint_files import CheckpointFiles, tensorboard_in
 from trial_core.rank.collectives.accelerator import peak_memory_bytes
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.collectives.rendezvous import host_store
 from trial_core.rank.controller import Controller, library_versions
 from trial_core.rank.core_api.script_host import ScriptHost, ScriptMessage, in_slot
-from trial_core.rank.run_file_upload import RunFileUpload, tensorboard_in
 from trial_core.rank.trial.context import RunInfo
 from trial_core.schedule.command import ScriptCommand, command_of
 
@@ -53,7 +36,6 @@ class _PreparedScript:
     command: ScriptCommand
     info: RunInfo
     files: CheckpointFiles
-    run_files: RunFileUpload
     host: ScriptHost | None = None
 
 
@@ -112,8 +94,7 @@ def _as_program(command: ScriptCommand, folder: str) -> Iterator[None]:
 class ScriptController:
     """Carries out a Core API script's workloads on this rank, as `Controller` does a trial's.
 
-    The script runs in the compute lane. Meanwhile, other requests run in the I/O lane. `run` runs
-    the script to its end, which talks to the host.
+    `run` runs the script to its end in the compute lane; other requests run in the I/O lane.
     """
 
     def __init__(
@@ -124,7 +105,7 @@ class ScriptController:
         run: Callable[[ScriptCommand, ScriptHost], None],
         serve_fit: Callable[[Controller], None] | None = None,
         distributed: DistributedContext | None = None,
-        run_dir_of: Callable[[BuildTrial], Path] = lambda of: rank_run_dir(of.run_dir),
+        run_dir_of: Callable[[messages.BuildTrial], Path] = lambda of: rank_run_dir(of.run_dir),
         on_first_question: Callable[[], None] = lambda: None,
     ) -> None:
         self._emit = emit
@@ -136,17 +117,17 @@ class ScriptController:
         self._receipts = receipts
         self._distributed = distributed or DistributedContext.from_environment()
         self._prepared: _PreparedScript | None = None
-        self._handlers: dict[type, Callable[[Any], AnyResult]] = {
-            BuildTrial: self.prepare,
-            FetchCheckpoint: self.fetch_checkpoint,
-            RunScript: self.run,
-            PersistCheckpoint: self.persist_checkpoint,
-            ReleaseStaging: self.release_staging,
-            FinishRunFiles: self.finish_run_files,
-            AttachTrial: self.refuse_fit,
+        self._handlers: dict[type, Callable[[Any], messages.AnyResult]] = {
+            messages.BuildTrial: self.prepare,
+            messages.FetchCheckpoint: self.fetch_checkpoint,
+            messages.RunScript: self.run,
+            messages.PersistCheckpoint: self.persist_checkpoint,
+            messages.ReleaseStaging: self.release_staging,
+            messages.FinishRunFiles: self.finish_run_files,
+            messages.AttachTrial: self.refuse_fit,
         }
 
-    def carry_out(self, request: AnyRequest) -> AnyResult:
+    def carry_out(self, request: messages.AnyRequest) -> messages.AnyResult:
         """Carry out one request. The caller runs it in the lane that the request names."""
         handler = self._handlers.get(type(request))
         if handler is None:
@@ -165,7 +146,7 @@ class ScriptController:
 
     # ------------------------------------------------------------------------ the workloads
 
-    def prepare(self, request: BuildTrial) -> TrialBuilt:
+    def prepare(self, request: messages.BuildTrial) -> messages.TrialBuilt:
         """Prepare to run the script. The script initialises torch.distributed itself."""
         self.close()
         self._stop_barrier.reset()
@@ -178,20 +159,16 @@ class ScriptController:
         info = RunInfo(request.trial, request.experiment, tensorboard=tensorboard)
         tensorboard.rank = ranks.get_rank()
         store = CheckpointStore.from_spec(request.storage)
-        self._prepared = _PreparedScript(
-            command,
-            info,
-            CheckpointFiles(run_dir, store, ranks, info.checkpointing),
-            RunFileUpload(info, store, run_dir),
-        )
-        return TrialBuilt(
+        files = CheckpointFiles(run_dir, store, ranks, info)
+        self._prepared = _PreparedScript(command, info, files)
+        return messages.TrialBuilt(
             hooks=[],
             topology=Topology(world_size=ranks.get_size(), data_parallel_size=ranks.get_size()),
             batch_samples=0,
             versions=library_versions(),
         )
 
-    def run(self, request: RunScript) -> ScriptEnded:
+    def run(self, request: messages.RunScript) -> messages.ScriptEnded:
         script, ranks = self._script, self._distributed
         run = script.info
         run.batches_trained = request.batches_trained
@@ -206,45 +183,41 @@ class ScriptController:
         self._stop_barrier.begin_workload()
         with published(info):
             self._run(script.command, host)
-        return ScriptEnded(
+        return messages.ScriptEnded(
             was_preempted=host.was_preempted,
             writes_run_files=run.tensorboard.has_files_to_upload,
             peak_memory_bytes=peak_memory_bytes(),
         )
 
-    def fetch_checkpoint(self, request: FetchCheckpoint) -> Fetched:
+    def fetch_checkpoint(self, request: messages.FetchCheckpoint) -> messages.Fetched:
         """Fetch all files of a checkpoint to this machine. I/O lane."""
         return self._script.files.try_fetch(request.uuid, request.files)
 
-    def persist_checkpoint(self, request: PersistCheckpoint) -> Persisted:
+    def persist_checkpoint(self, request: messages.PersistCheckpoint) -> messages.Persisted:
         """Upload the files that the script has written, and its TensorBoard files. I/O lane."""
-        script = self._script
+        files = self._script.files
         # Most checkpoints are rank 0's alone.
-        script.files.staging(request.uuid).mkdir(parents=True, exist_ok=True)
-        persisted = script.files.try_persist(request.uuid, request.shared)
-        if not persisted.problem and not persisted.mistake:
-            script.run_files.upload()
-        return persisted
+        files.staging(request.uuid).mkdir(parents=True, exist_ok=True)
+        return files.try_persist(request.uuid, request.shared)
 
-    def release_staging(self, request: ReleaseStaging) -> Done:
+    def release_staging(self, request: messages.ReleaseStaging) -> messages.Done:
         """Delete a staged checkpoint, and let the script continue. I/O lane."""
         script = self._script
         script.files.release(request.uuid)
         if script.host is not None:
             script.host.released(request.uuid, request.refusal)
-        return Done()
+        return messages.Done()
 
-    def refuse_fit(self, request: AttachTrial) -> NoReturn:
+    def refuse_fit(self, request: messages.AttachTrial) -> NoReturn:
         """Raise an error: rank 0 is in `Trainer.fit`, and this rank's script has ended."""
         raise TrialError(
             "rank 0 has called Trainer.fit, and this rank's script has ended without it: every "
             "rank calls fit"
         )
 
-    def finish_run_files(self, request: FinishRunFiles) -> RunFilesStored:
+    def finish_run_files(self, request: messages.FinishRunFiles) -> messages.RunFilesStored:
         """Upload the remaining files for TensorBoard."""
-        self._script.info.tensorboard.finish()
-        return self._script.run_files.upload()
+        return self._script.files.finish_run_files()
 
     @property
     def _script(self) -> _PreparedScript:

@@ -12,7 +12,6 @@ import pytest
 import trial_core
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.cluster_info import ClusterInfo
-from trial_core.config.sections import CheckpointingConfig
 from trial_core.core import (
     Context,
     EarlyExitReason,
@@ -24,11 +23,10 @@ from trial_core.errors import SlotsError, StorageError, TrialValueError
 from trial_core.messages import Activity, CheckpointWritten, MetricsReported
 from trial_core.processes.slots.receipts import Receipts
 from trial_core.processes.slots.stop_barrier import Position, StopBarrier
-from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.checkpoint_files import CheckpointFiles, tensorboard_in
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.core_api import script_host
 from trial_core.rank.core_api.script_host import ScriptHost, current_slot, in_slot
-from trial_core.rank.run_file_upload import tensorboard_in
 from trial_core.rank.trial.context import RunInfo
 from trial_core.schedule.work import Work
 
@@ -48,9 +46,9 @@ class Slot:
             rank=rank, size=2, local_rank=rank, local_size=2, cross_rank=0, cross_size=1
         )
         store = CheckpointStore("memory://slot-host")
-        files = CheckpointFiles(run_dir, store, ranks, CheckpointingConfig())
-        info = ClusterInfo.of("a-0b", experiment, latest_checkpoint="0a")
         run = RunInfo("a-0b", experiment, tensorboard=tensorboard_in(run_dir, rank))
+        files = CheckpointFiles(run_dir, store, ranks, run)
+        info = ClusterInfo.of("a-0b", experiment, latest_checkpoint="0a")
         self.run = run
         self.host = ScriptHost(
             info, ranks, run, files, self.sent.append, self.barrier, self.receipts

@@ -13,8 +13,13 @@ import torch
 
 from trial_core.checkpoint.manifest import Topology
 from trial_core.errors import CheckpointDamaged, CheckpointError
-from trial_core.rank.rank_state import capture_rng, restore_rng, write_rank_state
-from trial_core.rank.restore_on_other_ranks import RankRemap, read_remapped_state
+from trial_core.rank.rank_state import (
+    RankRemap,
+    capture_rng,
+    read_remapped_state,
+    restore_rng,
+    write_rank_state,
+)
 from trial_core.rank.state_files.safe_load import Reader
 
 TWO, FOUR = (Topology(world_size=n, data_parallel_size=n, zero_stage=1) for n in (2, 4))
