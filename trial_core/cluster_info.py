@@ -108,12 +108,8 @@ def get_cluster_info() -> ClusterInfo | None:
 
 
 def checkpoint_to_continue(given: str | None) -> str | None:
-    """The checkpoint from which a script that you start continues; None if it begins a trial.
-
-    Args:
-        given: its argument `latest_checkpoint`; None for the environment variable
-            ``DET_LATEST_CHECKPOINT``.
-    """
+    """The checkpoint from which a script that you start continues, if it does: its argument
+    `latest_checkpoint`, or if that is None the environment variable ``DET_LATEST_CHECKPOINT``."""
     return os.environ.get(CHECKPOINT_VARIABLE) or None if given is None else given
 
 

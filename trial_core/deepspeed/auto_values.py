@@ -22,7 +22,7 @@ from trial_core.errors import TrialError
 from trial_core.rank.trial.torch_context import TorchTrialContext
 
 AUTO = "auto"
-_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _RATES = ("lr", "learning_rate")
 _HYPERPARAMETERS = {
     "train_batch_size": ("train_batch_size", "global_batch_size"),
@@ -37,10 +37,8 @@ _context: ref[TorchTrialContext] | None = None
 
 
 def fill_auto_values(context: TorchTrialContext) -> None:
-    """Fill in the configs of engines that are built while `context` exists.
-
-    A config that has other ``"auto"`` values is then a TrialError.
-    """
+    """Fill in the configs of engines that are built while `context` exists; a config that has other
+    ``"auto"`` values is then a TrialError."""
     global _context
     _context = ref(context)
     DeepSpeedConfig._initialize_params = _fill_and_initialize
@@ -63,8 +61,8 @@ def filled(
             left.append(key)
         else:
             values[".".join(key)] = section[name] = value
-    if any(result.get(size) not in (None, AUTO) for size in _BATCH_SIZES[:2]):
-        computed = [(size,) for size in _BATCH_SIZES if result.get(size) == AUTO]
+    if any(result.get(size) not in (None, AUTO) for size in BATCH_SIZES[:2]):
+        computed = [(size,) for size in BATCH_SIZES if result.get(size) == AUTO]
         left = [key for key in left if key not in computed]
         for (size,) in computed:
             del result[size]

@@ -57,8 +57,7 @@ class SnapshotCheckpointEngine(TorchCheckpointEngine):
         folder: the staging folder, or the folder of a fetched checkpoint.
         memory_files: where shards below `folder` are written; None writes files on disk.
         reader: reads files, and will read those that are written.
-        frozen: names of the engine's weights that are not trained: they are written into files of
-            their own (see `frozen_files`).
+        frozen: names of the weights that are not trained, written separately: see `frozen_files`.
     """
 
     def __init__(

@@ -135,9 +135,7 @@ def check_engine_config(engine: DeepSpeedEngine, *, warns: bool) -> None:
     """Check the config of an engine that was built. Every rank calls this, and gets one result.
 
     Also turns off `elastic_checkpoint`, with which DeepSpeed does not read its own checkpoints.
-
-    Raises:
-        TrialError: a checkpoint of the engine could not be resumed, or not to the same result.
+    Raises TrialError if a checkpoint of the engine could not be resumed, or not to the same result.
     """
     config = config_of(engine)
     if found := refusals(config):

@@ -25,11 +25,8 @@ _EMPTY = re.compile(r"^(Micro batch size per gpu|Gradient accumulation steps): 0
 
 
 def rejection(error: Exception) -> str | None:
-    """The message for an error that DeepSpeed raised when it was given a config.
-
-    Ours where we know one, else DeepSpeed's. None if the error may have another cause than the
-    config.
-    """
+    """The message for an error that DeepSpeed raised when it was given a config: ours where we know
+    one, else DeepSpeed's. None if the error may have another cause."""
     config = _config_behind(error.__traceback__)
     obsolete = removals(config) if isinstance(error, DeepSpeedConfigError) else []
     if problems := refusals(config) + obsolete:

@@ -79,13 +79,10 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         return super().from_config(config)
 
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:
-        """Register a DeepSpeed engine, so that checkpoints contain it.
+        """Register a DeepSpeed engine, so that checkpoints contain it, and return it.
 
         The first wrapped engine determines the number of samples in a batch, and the layout: which
         ranks load data and report metrics. Every rank calls this, in the same order.
-
-        Returns:
-            `model`.
 
         Raises:
             TrialTypeError: `model` is not an engine.
@@ -216,19 +213,15 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         number, first = len(self.models), self.models[0]
         if make_engine_mpu(model, self.distributed) != make_engine_mpu(first, self.distributed):
             logger.warning(
-                "engine %d has a parallel layout that differs from the first engine's, which "
-                "decides which ranks load data and report metrics",
-                number,
+                f"engine {number} has a parallel layout that differs from the first engine's, "
+                "which decides which ranks load data and report metrics"
             )
         first_size = first.train_micro_batch_size_per_gpu()
         size = model.train_micro_batch_size_per_gpu()
         if size != first_size:
             logger.warning(
-                "engine %d has a micro-batch size of %s, the first one has %s; batches and samples "
-                "are counted by the first",
-                number,
-                size,
-                first_size,
+                f"engine {number} has a micro-batch size of {size}, the first one has "
+                f"{first_size}; batches and samples are counted by the first"
             )
 
 
@@ -257,14 +250,9 @@ def _name_as_uncompiled(engine: DeepSpeedEngine) -> None:
 def micro_batches_of(samples: int | None) -> Iterator[None]:
     """Inside the block, engines are built with micro-batches of `samples` samples.
 
-    DeepSpeed has no call for it: once an engine is built, its optimizer counts the steps of
-    accumulation itself.
-
-    Args:
-        samples: 0 means a whole batch of the rank; None means as configured.
-
-    Raises:
-        TrialError: in the block, if a batch of a rank cannot be divided so.
+    0 means a whole batch of the rank; None means as configured. DeepSpeed has no call for it: once
+    an engine is built, its optimizer counts the steps of accumulation itself. A batch of a rank
+    that cannot be divided so is a TrialError in the block.
     """
     if samples is None:
         yield

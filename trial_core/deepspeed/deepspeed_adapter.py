@@ -53,11 +53,9 @@ logger = logging.getLogger(__name__)
 class DeepSpeedTrialAdapter(TrialAdapter):
     """Drives a `DeepSpeedTrial`; `TrialAdapter` documents the members.
 
-    Collective: every rank constructs one.
-
-    Raises:
-        TrialError: the trial wrapped no engine, or the ranks' `ModelParallelUnit`s are
-            inconsistent, or the trial cannot be validated, or cannot accumulate gradients.
+    Collective: every rank constructs one. Raises TrialError if the trial wrapped no engine, or the
+    ranks' `ModelParallelUnit`s are inconsistent, or the trial cannot be validated, or cannot
+    accumulate gradients.
     """
 
     _base = DeepSpeedTrial
@@ -75,6 +73,8 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         super().__init__(trial, context)
         self.modules = [engine.module for engine in context.models]
         self._note_frozen()
+        self.saves_plainly = not self._overrides("save")
+        self.loads_plainly = not self._overrides("load")
         parameters = (each for module in self.modules for each in module.parameters())
         self._required_grad = [(each, each.requires_grad) for each in parameters]
         self.optimizers = list(_base_optimizers(context.models))
@@ -211,18 +211,6 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         for engine in self._context.models:
             engine.train(training)
 
-    @property
-    def rehearses_save(self) -> bool:
-        return super().rehearses_save and self.saves_plainly
-
-    @property
-    def saves_plainly(self) -> bool:
-        return not self._overrides("save")
-
-    @property
-    def loads_plainly(self) -> bool:
-        return not self._overrides("load")
-
     def save(
         self, folder: Path, memory_files: MemoryFiles, reader: Reader, hook_state: Mapping[str, Any]
     ) -> None:
@@ -290,7 +278,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         )
 
     def _is_ordered_otherwise(self, folder: Path, reader: Reader) -> bool:
-        return not self._overrides("load") and any(
+        return self.loads_plainly and any(
             is_ordered_otherwise(engine, folder / f"model{i}", reader.load_mapped)
             for i, engine in enumerate(self._context.models)
         )
@@ -307,9 +295,9 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             if self._overrides("load_weights"):
                 return files
             return files_for_load_weights(engines, files, ranks)
-        if self._overrides("load"):
-            return files_for_ranks(files, saved_by, ranks, now)
-        return files_for_load(engines, files, saved_by, ranks, now)
+        if self.loads_plainly:
+            return files_for_load(engines, files, saved_by, ranks, now)
+        return files_for_ranks(files, saved_by, ranks, now)
 
     def topology(self) -> Topology:
         first = self._context.models[0]

@@ -66,12 +66,11 @@ class _Tensor:
 
     Attributes:
         elements: of the whole tensor.
-        is_trained: True for a parameter that an optimizer's step changes, and nothing else.
         group: the ranks that share it, or hold a part of it each.
         own: the elements that this rank sums. All ranks of the group together sum all.
-        master: returns the optimizer's fp32 weights of these elements; None if it has none of its
-            own.
+        master: returns the optimizer's fp32 weights of these elements, if it has any.
         names: in the module's ``state_dict``; several if it is tied.
+        is_trained: True for a parameter that an optimizer's step changes, and nothing else.
     """
 
     elements: int
@@ -107,9 +106,8 @@ def record_fingerprints(
 ) -> None:
     """Write this rank's share of the fingerprints of the engines' tensors; later, if copies are.
 
-    `excludes_frozen`: of each engine, whether its frozen parameters are not saved.
-
-    A rank's file has the sums over the elements that it holds; `fingerprints_of` adds them up.
+    A rank's file has the sums over the elements that it holds; `fingerprints_of` adds them up. Of
+    an engine that `excludes_frozen`, frozen parameters are not saved.
     """
     late = collecting()
     parts: list[tuple[int, list[tuple[list[str], Callable[[], list[Any]]]]]] = []
@@ -173,10 +171,7 @@ def check_loaded(
 
 
 def check_exported(saved: Mapping[str, Fingerprint], weights: Mapping[str, torch.Tensor]) -> None:
-    """Check that exported weights are the saved ones. Raises CheckpointError, which names others.
-
-    Called by one process.
-    """
+    """Check that exported weights are the saved ones. Raises CheckpointError if some are not."""
     wrong = list[str]()
     for name, weight in weights.items():
         dtype = weight.dtype

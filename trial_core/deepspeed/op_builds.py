@@ -63,9 +63,8 @@ def prepare_op_builds(local_rank: int) -> None:
 def clear_interrupted_builds() -> None:
     """Remove the locks of abandoned builds; a later build reuses the files built so far.
 
-    The first rank of each machine calls this before it uses an extension. It waits while a lock has
-    no visible owner but may have one on another machine, and logs that. It does not wait for a
-    build of a process of this machine.
+    The first rank of each machine calls this before it uses an extension. It waits, and logs that,
+    while a lock has no visible owner but may have one on another machine.
     """
     for lock in _locks():
         has_logged = False

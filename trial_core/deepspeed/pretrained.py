@@ -11,34 +11,26 @@ import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 
-from trial_core.deepspeed.ds_config import overwrite_deepspeed_config
+from trial_core.deepspeed.auto_values import BATCH_SIZES
+from trial_core.deepspeed.dsat import get_ds_config_from_hparams
 from trial_core.errors import TrialError
 
 _INTEGRATION = "transformers.integrations.deepspeed"
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 _LARGE_BYTES = 2**20
-_BATCH_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _MOST_BYTES = 32 * 2**20  # glibc itself raises the threshold to this while a process runs
 
 
 def named_config(hparams: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The DeepSpeed config that hyperparameters name, or None; None without transformers.
-
-    As in Determined's examples: the file ``deepspeed_config`` with the values of
-    ``overwrite_deepspeed_args``.
-    """
+    """The DeepSpeed config that hyperparameters name, or None; None without transformers."""
     if "transformers" not in sys.modules or find_spec("accelerate") is None:
         return None
-    file, values = hparams.get("deepspeed_config"), hparams.get("overwrite_deepspeed_args") or {}
-    if not isinstance(file, str) or not Path(file).is_file():
-        return None
     try:
-        return overwrite_deepspeed_config(file, values)
+        return get_ds_config_from_hparams(hparams)
     except TrialError:
         return None  # the trial, which reads the file itself, reports the error
 
@@ -50,8 +42,7 @@ def divide_pretrained(config: Mapping[str, Any]) -> object:
         An object to keep: transformers only has a weak reference to it, and divides while it
         exists.
 
-    Raises:
-        TrialError: transformers or accelerate, which it needs for that, is not installed.
+    Raises TrialError if transformers or accelerate, which it needs for that, is not installed.
     """
     missing = [name for name in ("transformers", "accelerate") if find_spec(name) is None]
     if missing:
@@ -61,7 +52,7 @@ def divide_pretrained(config: Mapping[str, Any]) -> object:
         )
     _set_malloc_thresholds(mmap=_LARGE_BYTES, trim=_LARGE_BYTES)
     # A trial may complete them later, and DeepSpeed's own error about them comes with our advice.
-    rest = {name: value for name, value in config.items() if name not in _BATCH_SIZES}
+    rest = {name: value for name, value in config.items() if name not in BATCH_SIZES}
     integration = import_module(_INTEGRATION)
     divided: object = integration.HfDeepSpeedConfig({**rest, "train_micro_batch_size_per_gpu": 1})
     return divided

@@ -33,8 +33,8 @@ def files_for_ranks(
 ) -> list[FileEntry]:
     """The files that some of `ranks` need to restore the whole state, judged by name.
 
-    With the topology that saved them, a rank needs its own shards. With another topology it needs
-    all shards. Any rank may need a file with an unknown name.
+    A rank needs its own shards; with another topology than saved them, all shards. Any rank may
+    need a file with an unknown name.
     """
     is_same = saved_by.spreads_like(now)
     places = [(rank, _data_parallel_rank(rank, files)) for rank in ranks]

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from trial_core import core
 from trial_core.common.lazy_names import lazy_names
@@ -142,8 +142,8 @@ def init_context(
         TrialflowError: as `trial_core.init`.
     """
     fields: dict[str, Any] = {}
-    for each in (unmanaged, defaults, config):
-        fields |= {} if each is None else _given(each)
+    for each in filter(None, (unmanaged, defaults, config)):
+        fields |= {name: value for name, value in asdict(each).items() if value is not None}
     merged = Config(**fields)
     with enter(
         distributed=distributed,
@@ -156,17 +156,9 @@ def init_context(
         yield context
 
 
-def _given(config: Config) -> dict[str, Any]:
-    return {name: value for name, value in asdict(config).items() if value is not None}
-
-
-@dataclass
-class _BegunRun:
-    """The run that `init` has begun.
-
-    Attributes:
-        seen: the last error that ended a program of this process before, such as a notebook's cell.
-    """
+class _BegunRun(NamedTuple):
+    """The run that `init` has begun, and the error that last ended a program of this process before
+    it, such as a notebook's cell."""
 
     block: ExitStack
     seen: BaseException | None

@@ -128,7 +128,7 @@ class PyTorchTrialContext(TorchTrialContext):
         fp16_compression: bool | None = None,
         average_aggregated_gradients: bool | None = None,
     ) -> Optimizer:
-        """Register an optimizer of wrapped models, so that checkpoints contain it.
+        """Register an optimizer of wrapped models, so that checkpoints contain it, and return it.
 
         Every rank calls this, in the same order, after the models are wrapped.
 
@@ -139,9 +139,6 @@ class PyTorchTrialContext(TorchTrialContext):
             average_aggregated_gradients: divide gradients that were added up over several batches
                 by their number; default: the experiment's
                 ``optimizations.average_aggregated_gradients``.
-
-        Returns:
-            `optimizer`.
 
         Raises:
             TrialError: an argument has the wrong type, or the optimizer is wrapped already, or was
@@ -175,11 +172,9 @@ class PyTorchTrialContext(TorchTrialContext):
             )
         if foreign:
             logger.warning(
-                "%d parameter tensor(s) of optimizer %d belong to no wrapped model: checkpoints do "
-                "not contain them; call context.wrap_model first, and pass its result's parameters "
-                "to the optimizer",
-                foreign,
-                len(self.optimizers),
+                f"{foreign} parameter tensor(s) of optimizer {len(self.optimizers)} belong to no "
+                "wrapped model: checkpoints do not contain them; call context.wrap_model first, "
+                "and pass its result's parameters to the optimizer"
             )
         for group in optimizer.param_groups:
             if "param_names" in group:  # of a replica or a compiled model, they have prefixes
@@ -203,15 +198,12 @@ class PyTorchTrialContext(TorchTrialContext):
     def wrap_lr_scheduler(
         self, lr_scheduler: SchedulerT, step_mode: LRScheduler.StepMode, frequency: int = 1
     ) -> SchedulerT:
-        """Step a scheduler of a wrapped optimizer, and have checkpoints contain it.
+        """Step a scheduler of a wrapped optimizer, have checkpoints contain it, and return it.
 
         Args:
             lr_scheduler: one of ``torch.optim.lr_scheduler``.
             step_mode: when to step it. ReduceLROnPlateau is stepped by hand.
             frequency: step at every `frequency`-th such time.
-
-        Returns:
-            `lr_scheduler`.
 
         Raises:
             TrialError: an argument has the wrong type, or the optimizer is not wrapped.
@@ -227,12 +219,9 @@ class PyTorchTrialContext(TorchTrialContext):
         return lr_scheduler
 
     def wrap_scaler(self, scaler: GradScaler) -> GradScaler:
-        """Have checkpoints contain a scaler that the trial uses itself.
+        """Have checkpoints contain a scaler that the trial uses itself, and return it.
 
         The trial scales its losses, passes the scaler to `step_optimizer` and calls its ``update``.
-
-        Returns:
-            `scaler`.
 
         Raises:
             TrialError: `scaler` is not a ``torch.amp.GradScaler``, or a scaler is wrapped already.
@@ -264,14 +253,12 @@ class PyTorchTrialContext(TorchTrialContext):
         min_loss_scale: float | None = None,
         max_loss_scale: float | None = 2.0**24,
     ) -> tuple[Any, Any]:
-        """Use mixed precision: torch's, since Apex is no longer developed.
+        """Use mixed precision: torch's, since Apex is no longer developed. Returns `models` and
+        `optimizers`, unchanged.
 
         Level O0 changes nothing. O1, O2 and O3 become autocast with a gradient scaler (a constant
         one for a number as `loss_scale`), or autocast without a scaler if `cast_model_type` is
         ``torch.bfloat16``. The other arguments are accepted as in Determined and not used.
-
-        Returns:
-            `models` and `optimizers`, unchanged.
 
         Raises:
             TrialError: `opt_level` or `loss_scale` has another value than in Determined.
@@ -282,10 +269,9 @@ class PyTorchTrialContext(TorchTrialContext):
                 self._use_amp(scaler, cast_model_type)
             if is_on and self.distributed.get_rank() == 0:
                 logger.warning(
-                    'Apex is no longer developed: configure_apex_amp(opt_level="%s") uses torch\'s '
-                    "automatic mixed precision, which keeps weights in float32, as "
-                    "context.experimental.use_amp() does",
-                    opt_level,
+                    f'Apex is no longer developed: configure_apex_amp(opt_level="{opt_level}") '
+                    "uses torch's automatic mixed precision, which keeps weights in float32, as "
+                    "context.experimental.use_amp() does"
                 )
         return models, optimizers
 
@@ -470,10 +456,7 @@ class PyTorchExperimentalContext:
         self._parent.moves_batches = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """Allow loaders of any class: `PyTorchTrialContext.disable_dataset_reproducibility_checks`.
-
-        Determined has the method here alone.
-        """
+        """`PyTorchTrialContext.disable_dataset_reproducibility_checks`: Determined has it here."""
         self._parent.disable_dataset_reproducibility_checks()
 
     def wrap_reducer(
@@ -483,21 +466,7 @@ class PyTorchExperimentalContext:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> Any:
-        """Register a metric of all ranks' values, as `PyTorchTrialContext.wrap_reducer` does.
-
-        Older releases of Determined have the method here.
-
-        Args:
-            reducer: a `MetricReducer`, or a function of the list of all values.
-            name: the metric's name; None if the reducer returns a dict of metrics.
-            for_training, for_validation: report the metric after workloads of this kind.
-
-        Returns:
-            The `MetricReducer`; for a function, an object with ``update(value)``.
-
-        Raises:
-            TrialError: as `PyTorchTrialContext.wrap_reducer`.
-        """
+        """`PyTorchTrialContext.wrap_reducer`, which older releases of Determined have here."""
         return self._parent.wrap_reducer(reducer, name, for_training, for_validation)
 
 

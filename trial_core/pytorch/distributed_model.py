@@ -26,15 +26,11 @@ _KEEPS_BUFFERS: dict[str, Any] = (
 
 
 class DistributedModel(DistributedDataParallel):
-    """A replica of a model on this rank. Attributes and methods of the model pass through.
+    """A replica of a model on this rank. The model's attributes are read, and set, through it.
 
-    Attributes that the model has are also set on the model.
-
-    Constructing it is collective. Only a forward pass that trains is DistributedDataParallel's: in
-    evaluation mode, or without gradients, a rank may call the model as often as it likes.
-
-    Attributes:
-        forwards: forward passes that train, which will be averaged over ranks.
+    Constructing it is collective. Only a forward pass that trains is DistributedDataParallel's:
+    `forwards` counts them. In evaluation mode, or without gradients, a rank may call the model as
+    often as it likes.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -48,11 +44,9 @@ class DistributedModel(DistributedDataParallel):
         )
         if hidden:
             logger.warning(
-                "%s has attributes with names of DistributedDataParallel's own, which hide them "
-                "from the result of wrap_model: %s. Rename them, or keep the model that you pass "
-                "to wrap_model and use its attributes",
-                type(module).__name__,
-                ", ".join(hidden),
+                f"{type(module).__name__} has attributes with names of DistributedDataParallel's "
+                f"own, which hide them from the result of wrap_model: {', '.join(hidden)}. Rename "
+                "them, or keep the model that you pass to wrap_model and use its attributes"
             )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,8 +84,8 @@ class DistributedModel(DistributedDataParallel):
 class DistributedContainer(DistributedModel):
     """A replica of a model that is a container, such as `torch.nn.Sequential`, and is read as one.
 
-    Python looks up the methods of operators in the class, so `__getattr__` cannot pass them
-    through. Replicas of other models do not have them: each would count as iterable.
+    Python looks up the methods of operators in the class, not by `__getattr__`. Replicas of other
+    models do not have them: each would count as iterable.
     """
 
     def __getitem__(self, key: Any) -> Any:
@@ -129,10 +123,8 @@ def pass_error(model: str, seen: str) -> TrialError:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The model itself, whose parameters have the same names with one rank and with many.
-
-    They have the same names if it is compiled, or a part of it, and it may be compiled at any time.
-    """
+    """The model itself, whose parameters have the same names with one rank and with many, and if
+    it is compiled, or a part of it, which may be at any time."""
     itself = model.module if isinstance(model, DistributedDataParallel) else model
     name_as_uncompiled(itself)
     return itself

@@ -27,9 +27,6 @@ from trial_core.pytorch.distributed_model import DistributedModel, average, pass
 class GradientAveraging:
     """Averages the gradients of a trial's models over its ranks.
 
-    Args:
-        ranks: the number of ranks; one rank has nothing to average.
-
     Attributes:
         overlaps: True if the backward pass averages; if not, `before_step` does.
         compresses: True if gradients are sent as float16.
@@ -46,10 +43,8 @@ class GradientAveraging:
         self._is_incomplete = True
 
     def add_model(self, model: DistributedModel, in_backward: bool) -> None:
-        """Average this model's gradients, too.
-
-        Not `in_backward` if a batch may leave out some of them; then in `step_optimizer`.
-        """
+        """Average this model's gradients, too: not `in_backward` if a batch may leave out some, but
+        in `step_optimizer`."""
         self._models.append(model)
         self._averaged_by_models |= {id(each) for each in model.parameters() if each.requires_grad}
         self.overlaps &= in_backward and len(self._models) == 1
@@ -88,11 +83,8 @@ class GradientAveraging:
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Average the gradients of `optimizer` that the backward pass has not. Collective.
 
-        Returns:
-            True if there were any: the trial has seen this rank's own gradients until now.
-
-        Raises:
-            TrialError: the backward pass left out some parameters, or a gradient is sparse.
+        Returns True if there were any: the trial has seen this rank's own gradients until now.
+        Raises TrialError if the backward pass left out some parameters, or a gradient is sparse.
         """
         if self._ranks == 1:
             return False

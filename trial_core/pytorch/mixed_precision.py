@@ -62,10 +62,8 @@ class MixedPrecision:
 def apex_scaler(
     device: torch.device, opt_level: str, cast_model_type: torch.dtype | None, loss_scale: Any
 ) -> tuple[bool, GradScaler | None]:
-    """Translate arguments of ``apex.amp.initialize``: autocast or not, and a scaler.
-
-    Raises TrialError if Apex has no such level or loss scale.
-    """
+    """Translate arguments of ``apex.amp.initialize``: autocast or not, and a scaler. Raises
+    TrialError if Apex has no such level or loss scale."""
     if opt_level not in ("O0", "O1", "O2", "O3"):
         raise TrialError(f'configure_apex_amp: opt_level is "O0" to "O3", got {opt_level!r}')
     if opt_level == "O0":
@@ -91,11 +89,8 @@ def apex_scaler(
 def share_overflow(
     scaler: GradScaler, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> None:
-    """Have all ranks skip a step if one of them has unscaled gradients that are not finite.
-
-    For gradients that were unscaled before they were averaged. Collective, also for a rank that had
-    no gradient to unscale.
-    """
+    """Have all ranks skip a step if one has gradients that were not finite when it unscaled them,
+    before they were averaged. Collective, also for a rank that had none to unscale."""
     if not scaler.is_enabled():
         return
     # GradScaler has no public access to the results of unscale_; FSDP's scaler does the same.

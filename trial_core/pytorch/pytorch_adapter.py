@@ -45,10 +45,8 @@ from trial_core.rank.trial.trial_adapter import TrialAdapter
 class PyTorchTrialAdapter(TrialAdapter):
     """Drives a `PyTorchTrial`; `TrialAdapter` documents the members.
 
-    Collective: every rank constructs one.
-
-    Raises:
-        TrialError: the trial wrapped no model or no optimizer, or cannot be validated.
+    Collective: every rank constructs one. Raises TrialError if the trial wrapped no model or no
+    optimizer, or cannot be validated.
     """
 
     _base = PyTorchTrial

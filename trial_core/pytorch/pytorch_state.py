@@ -140,9 +140,8 @@ def read_state(
             placeholder.
         context: join to tensors like the trial's own, sharded or not; None joins to whole tensors.
 
-    Raises:
-        CheckpointError: the file does not exist, or it holds objects that run code when read, or a
-            shard is missing.
+    Raises CheckpointError if the file does not exist, or it holds objects that run code when read,
+    or a shard is missing.
     """
     if context is not None and len(context.models) == 1:
         names = unwrapped(context.models[0]).state_dict().keys()
@@ -202,9 +201,8 @@ def model_weights(
         folder: a checkpoint's verified files, at least ``state_dict.pth``.
         dtype: ``fp32``: 16-bit weights are converted. ``16bit``: the weights as they are.
 
-    Raises:
-        CheckpointError: the model does not exist, or has no 16-bit weights; or the file holds
-            objects that the reader does not trust.
+    Raises CheckpointError if the model does not exist, or has no 16-bit weights; or the file holds
+    objects that the reader does not trust.
     """
     saved = read_state(folder, reader).get(MODELS) or []
     if not saved:
@@ -263,10 +261,8 @@ def load_gradients(context: PyTorchTrialContext, folder: Path, reader: Reader) -
 def _mean_gradient(
     by_rank: Mapping[str, Any], index: int, name: str, own: str | None, ranks: int
 ) -> torch.Tensor | None:
-    """The mean of the gradients that ranks have saved; None if no rank has saved one.
-
-    This rank's `own` file, if given, counts alone if as many `ranks` saved.
-    """
+    """The mean of the gradients that ranks have saved, if any; if as many `ranks` have, this rank's
+    `own` file, if given, counts alone."""
     if not by_rank:
         return None
     saved_by = next(iter(by_rank.values()))["ranks"]  # some of them may have had no gradients
@@ -278,10 +274,8 @@ def _mean_gradient(
 
 
 def _whole_tensors(kinds: Sequence[str], parts: SavedParts) -> Targets:
-    """For `joined`: an empty tensor for each that is sharded in the checkpoint.
-
-    Tied weights have one, as they have in a checkpoint that is not sharded: an export needs it.
-    """
+    """For `joined`: an empty tensor for each that is sharded in the checkpoint, and one for tied
+    weights, as in a checkpoint that is not sharded: an export needs it."""
     whole: dict[Hashable, torch.Tensor] = {}
 
     def target(keys: KeyPath, saved: torch.Tensor) -> torch.Tensor | None:
@@ -352,10 +346,7 @@ def _model_state(model: nn.Module, left_out: set[str]) -> dict[str, Any]:
 
 
 def _validated_weights(context: PyTorchTrialContext) -> list[dict[str, torch.Tensor]] | None:
-    """For each model, the parameters that validations see in place of the trained ones, by name.
-
-    None if validations see the trained ones.
-    """
+    """For each model, the parameters that validations see in place of the trained ones, if any."""
     if context.averages is not None:
         averages: list[dict[str, torch.Tensor]] = context.averages.averages
         return averages

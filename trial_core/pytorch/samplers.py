@@ -1,7 +1,4 @@
-"""The samplers of a reproducible loader; `trial_core.rank.data.samplers` has them.
-
-Follows ``determined.pytorch.samplers``.
-"""
+"""The samplers of a reproducible loader. Follows ``determined.pytorch.samplers``."""
 
 from __future__ import annotations
 

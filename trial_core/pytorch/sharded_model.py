@@ -28,15 +28,9 @@ def shard(model: nn.Module, mesh: DeviceMesh, compress: bool) -> None:
     """Divide a model's parameters among all ranks, in place. Collective: every rank calls this.
 
     The elements of the model's outermost ModuleLists and Sequentials are gathered one by one when
-    they compute, and the rest of the model at once.
-
-    Args:
-        model: on this rank's device. Rank 0's weights and buffers count.
-        mesh: all ranks, in one dimension.
-        compress: send gradients as float16.
-
-    Raises:
-        TrialError: the model has no forward pass.
+    they compute, and the rest of the model at once. The model is on this rank's device, and rank
+    0's weights and buffers count. `mesh` has all ranks in one dimension. To `compress` is to send
+    gradients as float16. Raises TrialError if the model has no forward pass.
     """
     if not _has_forward(model):
         raise TrialError(
@@ -70,8 +64,7 @@ def mesh_shape(models: Iterable[nn.Module]) -> tuple[int, ...]:
 
 def check_sharded_by_trial(model: nn.Module, ranks: int) -> None:
     """Check that a model that the trial has sharded itself is divided among all ranks, and that
-    they average its gradients.
-    """
+    they average its gradients."""
     for name, each in sharded_parameters(model).items():
         if not isinstance(each, DTensor):
             continue

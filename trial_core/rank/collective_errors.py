@@ -43,8 +43,7 @@ def outcome_of(work: Callable[[], Any]) -> Outcome:
 def run_on_all_ranks(distributed: DistributedContext, work: Callable[[], T]) -> list[T]:
     """Do `work` on every rank; the results of all ranks. Collective: every rank calls this.
 
-    Raises:
-        TrialflowError: on every rank, the error of the first rank on which `work` failed.
+    Raises, on every rank, the TrialflowError of the first rank on which `work` failed.
     """
     outcomes: list[Outcome] = distributed.allgather(outcome_of(work))
     for rank, outcome in enumerate(outcomes):
@@ -53,11 +52,7 @@ def run_on_all_ranks(distributed: DistributedContext, work: Callable[[], T]) -> 
 
 
 def run_on_rank_0(distributed: DistributedContext, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 alone; its result, on every rank. Collective: every rank calls this.
-
-    Raises:
-        TrialflowError: on every rank, if `work` failed.
-    """
+    """Do `work` on rank 0 alone; its result, or its TrialflowError, on every rank. Collective."""
     own = outcome_of(work) if distributed.get_rank() == 0 else None
     outcome: Outcome = distributed.broadcast(own)
     outcome.raise_error()

@@ -43,12 +43,9 @@ def load_back(
 ) -> None:
     """Load the checkpoint that all ranks have just staged, if wanted. Collective.
 
-    It calls no callback, and leaves the random generators as they are.
-
-    Raises:
-        CheckpointUnrestorable: it cannot be restored; a restart would not help.
-        CheckpointError: the load failed; as far as this rank can tell, another rank may have
-            failed.
+    It calls no callback, and leaves the random generators as they are. Raises
+    CheckpointUnrestorable if it cannot be restored, so that a restart would not help; another
+    CheckpointError if the reason may be that another rank has failed.
     """
     rank, verify = distributed.get_rank(), settings.verify_first
     guard = StateGuard(adapter.modules, adapter.optimizers, adapter.left_out)

@@ -21,10 +21,7 @@ TIMED_PASSES = 64
 
 
 class ForwardClock:
-    """Times forward passes that train.
-
-    A pass that does not go through ``model(...)``, such as a pipeline's, is not timed.
-    """
+    """Times forward passes that train and go through ``model(...)``, unlike a pipeline's."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._passes: list[tuple[Any, Any]] = []
@@ -41,10 +38,7 @@ class ForwardClock:
         self._passes.clear()
 
     def seconds(self) -> float:
-        """The mean time of a pass since `begin_workload`; 0 if none was timed.
-
-        May wait for the accelerator.
-        """
+        """The mean time of a pass since `begin_workload`, or 0. May wait for the accelerator."""
         if not self._passes:
             return 0.0
         if not _has_events():

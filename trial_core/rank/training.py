@@ -147,15 +147,10 @@ def reduce_training(
     """Reduce the metrics of a train-workload. Collective: every rank calls this.
 
     This is the workload's only wait for the accelerator, and one exchange between ranks; custom
-    reducers need a second one.
-
-    Returns:
-        The same on every rank: the averages, with custom reducers'; and if `with_calls`, which is
-        the same on every rank, for each call of train_batch its metrics, averaged over ranks.
-
-    Raises:
-        TrialError: ranks report different metrics, or a custom reducer has the name of another
-            metric.
+    reducers need a second one. Returns, the same on every rank, the averages, with custom
+    reducers'; and if `with_calls`, which is the same on every rank, for each call of train_batch
+    its metrics, averaged over ranks. Raises TrialError if ranks report different metrics, or a
+    custom reducer has the name of another metric.
     """
     counts = adapter.reports_training_metrics
     own = metrics.partials(with_values=with_calls) if counts else Partials()

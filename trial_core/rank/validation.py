@@ -62,15 +62,9 @@ def validate(
     If a forward pass needs other ranks (ZeRO-3, custom model parallelism), a rank with a shorter
     shard continues with batches that count neither in metrics nor in custom reducers. With
     pipelines, all ranks end with the shortest shard, because DeepSpeed averages a loss over all
-    ranks. Validation loaders need no length.
-
-    Args:
-        progress: reports how many batches this rank has validated.
-        stop_barrier: may end the validation early on every rank; the result is then None.
-
-    Raises:
-        TrialError: the set is empty or too small for a pipeline, or the trial took more
-            micro-batches than the loader gives.
+    ranks. Validation loaders need no length. The `stop_barrier` may end the validation early on
+    every rank; the result is then None. Raises TrialError if the set is empty or too small for a
+    pipeline, or the trial took more micro-batches than the loader gives.
     """
     with evaluating(adapter):
         adapter.reducers.reset("validation")
@@ -107,11 +101,10 @@ def metric_names(
     Calls `evaluate_batch` once on every rank that validates, and no callback. Training does not
     notice: random state is restored, and a validation always begins with the first batch.
 
-    Returns:
-        None if one batch does not tell the names: the trial evaluates the whole set at once, a
-        reducer was wrapped without a name, or the validation loader can be read only once or has no
-        batch. Also None if callbacks have one of `VALIDATION_HOOKS`, since `evaluate_batch` may
-        depend on them. The hook `on_validation_end` may add metrics to these names.
+    None if one batch does not tell the names: the trial evaluates the whole set at once, a reducer
+    was wrapped without a name, the validation loader can be read only once or has no batch, or
+    callbacks have one of `VALIDATION_HOOKS`, on which `evaluate_batch` may depend. The hook
+    `on_validation_end` may add metrics to these names.
     """
     of_reducers = adapter.reducers.names("validation")
     is_unclear = (
@@ -186,16 +179,11 @@ def reduce_validation(
     reducers: Reducer | Mapping[str, Reducer] = Reducer.AVG,
     contribution: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """Reduce the metrics of a validation. Collective: every rank calls this.
+    """Reduce the metrics of a validation, to the same on every rank. Collective.
 
-    Every rank gets the same result. Only ranks that report metrics count.
-
-    Args:
-        contribution: this rank's values for the custom reducers; None for their present values.
-
-    Raises:
-        TrialError: no batch was validated, ranks report different metrics, or a custom reducer has
-            the name of another metric.
+    Only ranks that report metrics count. `contribution` is this rank's values for the custom
+    reducers; None for their present values. Raises TrialError if no batch was validated, ranks
+    report different metrics, or a custom reducer has the name of another metric.
     """
     partials = distributed.allgather(metrics.partials() if adapter.reports_metrics else {})
     if not any(part.get("calls") for part in partials):

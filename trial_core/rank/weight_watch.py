@@ -13,10 +13,8 @@ from trial_core.messages import WeightsSeen
 
 
 class WeightWatch:
-    """Sees which parameters of a rank's modules get a gradient, and whether any of them changes.
-
-    A context manager around a batch. Nothing is copied: a parameter is compared by two sums.
-    """
+    """Sees, around a batch, which parameters of a rank's modules get a gradient, and whether any of
+    them changes. Nothing is copied: a parameter is compared by two sums."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._parameters = {
@@ -45,11 +43,8 @@ class WeightWatch:
             hook.remove()
 
     def seen(self, may_change: bool) -> WeightsSeen:
-        """What was seen, after the batch.
-
-        Args:
-            may_change: False if nothing steps after this batch, or with a learning rate of 0.
-        """
+        """What was seen, after the batch, which `may_change` weights unless nothing steps after it,
+        or with a learning rate of 0."""
         pairs = zip(self._before, self._sums(), strict=True)
         return WeightsSeen(
             with_gradient=sorted(self._got),

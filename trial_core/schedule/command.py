@@ -23,12 +23,8 @@ _LEFT_OUT = "..."
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """The command that every rank runs.
-
-    Attributes:
-        target: the script's path below the code folder, or the name of a module.
-        arguments: ``sys.argv[1:]`` of the script.
-    """
+    """The command that every rank runs: `target` is the script's path below the code folder, or the
+    name of a module, and `arguments` its ``sys.argv[1:]``."""
 
     target: str
     is_module: bool

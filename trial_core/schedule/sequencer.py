@@ -161,8 +161,7 @@ def next_workload(
 ) -> Workload:
     """Decide the next workload of a run.
 
-    Raises:
-        ConfigError: a period is in epochs, but `epoch` is None: the loader has no length.
+    Raises ConfigError if a period is in epochs, but `epoch` is None: the loader has no length.
     """
     end = last = in_batches(schedule.max_length, epoch)
     if schedule.pause_at is not None:
@@ -252,10 +251,7 @@ def _automatic_stop(
         |---|---|----|-----|---------|---------|-----------|
         the first ones are short      then each has the length `unit`; a short rest joins the last
 
-    Args:
-        next_due: the next batch at which a validation or checkpoint is due, or training ends.
-        end: where training ends.
-        periods: of validations and checkpoints.
+    At `next_due`, one of the `periods` of validations and checkpoints ends, or training, at `end`.
     """
     unit = _workload_length(end, periods, epoch)
     stop = SHORTEST
@@ -279,11 +275,7 @@ def _workload_length(end: int, periods: Sequence[TrainUnit], epoch: EpochLength 
 
 
 def searcher_metric(metrics: Mapping[str, Any], name: str) -> float:
-    """The value of the searcher metric `name`.
-
-    Raises:
-        TrialError: the metric is missing or not a number.
-    """
+    """The value of the searcher metric `name`. Raises TrialError if it is missing or no number."""
     if name not in metrics:
         raise not_reported(name, metrics)
     if not is_number(value := metrics[name]):

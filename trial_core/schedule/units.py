@@ -183,12 +183,8 @@ def _require(epoch: EpochLength | None, unit: _TrainUnit) -> EpochLength:
 
 
 def in_batches(length: TrainUnit, epoch: EpochLength | None) -> int:
-    """A maximum length as a number of batches.
-
-    Raises:
-        ConfigError: the length is in epochs, but the loader has no length.
-        TypeError: the length is a container.
-    """
+    """A maximum length as a number of batches. Raises ConfigError if it is in epochs, but the
+    loader has no length, and TypeError if it is a container."""
     if not isinstance(length.value, int):
         raise TypeError(f"a maximum length must be one number, got {length!r}")
     return length._batches_until(length.value, epoch)

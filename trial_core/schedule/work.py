@@ -41,10 +41,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 def samples_of(ranks: Iterable[int]) -> int:
     """The samples that all ranks have trained on, each counted once; 0 if unknown.
 
-    Args:
-        ranks: of each rank that tells it the samples of its micro-batches times the data-parallel
-            ranks; 0 of a rank that takes none, as within a pipeline. Several ranks may have the
-            same samples, as those of a tensor-parallel group: of each shard as many.
+    `ranks` has, of each, the samples of its micro-batches times the data-parallel ranks; 0 of a
+    rank that takes none, as within a pipeline. Equally many ranks may have the samples of each
+    shard, as those of a tensor-parallel group.
     """
     known = [each for each in ranks if each]
     return sum(known) // len(known) if known else 0
@@ -53,9 +52,8 @@ def samples_of(ranks: Iterable[int]) -> int:
 def said_work(source: str, number_type: Any, **numbers: Any) -> Work:
     """The work that a trial or script states to the method `source`; None for a number left out.
 
-    Raises:
-        TrialTypeError: a value is not a number.
-        TrialValueError: a number is not positive and finite, or the number type is unknown.
+    Raises TrialTypeError or TrialValueError for a value that is not a positive, finite number, or
+    an unknown number type.
     """
     if number_type not in get_args(NumberType):
         raise TrialValueError(

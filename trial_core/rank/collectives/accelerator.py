@@ -27,11 +27,9 @@ def claim_accelerator(local_rank: int) -> None:
     """Make the machine's accelerator number `local_rank` this rank's current one.
 
     Call before anything is put on a device. The current one is number 0 on every rank by default,
-    and DeepSpeed sets it only when it builds an engine. Does nothing on a CPU rank.
-
-    Raises:
-        LaunchError: torch finds no such accelerator; or the machine has some, and this rank
-            would train on the CPU without being told to.
+    and DeepSpeed sets it only when it builds an engine. Does nothing on a CPU rank. Raises
+    LaunchError if torch finds no such accelerator; or the machine has some, and this rank would
+    train on the CPU without being told to.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
@@ -75,10 +73,8 @@ def has_accelerator() -> bool:
 
 
 def accelerator_name() -> str:
-    """The name of this rank's accelerator, such as ``NVIDIA H100 80GB HBM3``; empty if none.
-
-    Also empty before anything was put on it: asking would initialise it.
-    """
+    """The name of this rank's accelerator, such as ``NVIDIA H100 80GB HBM3``; empty without one,
+    and before anything was put on it: asking would initialise it."""
     device = _device_in_use()
     return "" if device is None else str(getattr(device, "get_device_name", str)())
 
@@ -117,8 +113,7 @@ def _device_in_use() -> Any:
 def accelerator_rng_state() -> dict[str, Any]:
     """The states of this rank's generators on its accelerator; empty on most CPU ranks.
 
-    ``accelerator`` is the state of the accelerator's generator, if the rank has one. ``tracked``
-    are the states, by name, that DeepSpeed's activation checkpointing tracks, if there are any: the
+    ``tracked`` are the states, by name, that DeepSpeed's activation checkpointing tracks: the
     generator takes one of them for a region of a model, such as dropout that differs between
     model-parallel ranks.
     """
@@ -143,10 +138,8 @@ def is_on_accelerator(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def host_buffer() -> torch.Tensor:
-    """Pinned bytes on the host, through which memory of the accelerator is copied. One per process.
-
-    Pageable where the host's memory cannot be pinned: copies are then only slower.
-    """
+    """Bytes on the host, through which memory of the accelerator is copied: pinned if possible,
+    which is faster. One per process."""
     buffer = torch.empty(HOST_BUFFER_BYTES, dtype=torch.uint8)
     try:
         return cast(torch.Tensor, get_accelerator().pin_memory(buffer))

@@ -107,10 +107,7 @@ class DistributedContext:
 
     @classmethod
     def from_torch_distributed(cls, chief_ip: str | None = None) -> DistributedContext:
-        """From the environment variables of torchrun.
-
-        Args:
-            chief_ip: see `DistributedContext`.
+        """From the environment variables of torchrun; for `chief_ip` see `DistributedContext`.
 
         Raises:
             TrialError: this process was not started by torchrun.
@@ -119,10 +116,7 @@ class DistributedContext:
 
     @classmethod
     def from_deepspeed(cls, chief_ip: str | None = None) -> DistributedContext:
-        """From the environment variables of DeepSpeed's launcher.
-
-        Args:
-            chief_ip: see `DistributedContext`.
+        """From the environment variables of DeepSpeed's launcher; else as `from_torch_distributed`.
 
         Raises:
             TrialError: this process was not started by ``deepspeed``.
@@ -131,11 +125,7 @@ class DistributedContext:
 
     @classmethod
     def from_horovod(cls, hvd: Any, chief_ip: str | None = None) -> NoReturn:
-        """Not supported; raises an error that names the alternatives.
-
-        Raises:
-            TrialError: always.
-        """
+        """Not supported: raises a TrialError that names the alternatives."""
         raise TrialError(
             "from_horovod: Horovod is not supported (its last release was in 2023); start the "
             "ranks with trialflow, torchrun or deepspeed, and call "

@@ -54,9 +54,8 @@ def host_store() -> None:
 def host_single_rank() -> dict[str, str]:
     """Host the store of a process that no launcher has started.
 
-    Returns:
-        The environment variables that make this process a single rank and lead to the store. Gloo
-        then also stays on the loopback interface, unless the user has chosen another one.
+    Returns the environment variables that make this process a single rank and lead to the store.
+    Gloo then stays on the loopback interface, too, unless the user has chosen another one.
     """
     listener = socket.create_server((LOOPBACK_ADDRESS, 0))
     port = str(listener.getsockname()[1])
@@ -88,11 +87,8 @@ def init_distributed(with_deepspeed: bool) -> None:
     By default a collective that waits for 10 minutes ends its process, without saying where it
     hangs. But ranks may rightly wait for a rank that compiles, or fetches a checkpoint. The driver
     finds hung ranks and has them log their stacks (`stopping.stall_timeout_seconds`), so the
-    timeout of all process groups, DeepSpeed's later ones included, must not come before that.
-
-    Args:
-        with_deepspeed: initialise DeepSpeed's communication, too. On the CPU, the first time, it
-            compiles an operator.
+    timeout of all process groups, DeepSpeed's later ones included, must not come before that. On
+    the CPU, DeepSpeed's communication compiles an operator the first time.
     """
     if with_deepspeed and TIMEOUT_VARIABLE in os.environ:
         deepspeed.init_distributed()

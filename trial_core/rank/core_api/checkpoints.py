@@ -327,11 +327,7 @@ def _checked(given: Mapping[str, Any], source: str) -> tuple[int, str]:
 
 
 def checked_steps(value: Any, source: str) -> int:
-    """The number of steps that `source` names.
-
-    Raises:
-        TrialError: the value is not an integer of at least 0.
-    """
+    """The number of steps that `source` names. Raises TrialError unless it is at least 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise TrialError(f"{source}: steps_completed is an integer of at least 0, got {value!r}")
     return value

@@ -258,9 +258,8 @@ class Context(SaysWhatToUse):
 def plain_metrics(metrics: Any, source: str) -> dict[str, Any]:
     """Metrics as plain data: tensors and arrays become numbers and lists.
 
-    Raises:
-        TrialError: `metrics` is not a mapping, or a value is neither plain nor an array, or is an
-            integer that does not fit into 64 bits.
+    Raises TrialError if `metrics` is not a mapping, or a value is neither plain nor an array, or is
+    an integer that does not fit into 64 bits.
     """
     if not isinstance(metrics, Mapping):
         raise TrialError(

@@ -148,10 +148,8 @@ def script_command() -> str:
 def _joined_script(ranks: DistributedContext, order: Callable[[], Order]) -> Iterator[ScriptHost]:
     """Have a driver next to rank 0 run the block as a script. Collective: every rank enters it.
 
-    `order` is called on rank 0 alone, and says what to drive.
-
-    Raises:
-        TrialflowError: the run could not begin, or has failed on another rank or in the driver.
+    `order`, called on rank 0 alone, says what to drive. Raises TrialflowError if the run could not
+    begin, or has failed on another rank or in the driver.
     """
     with take_driver(ranks) as driver:
         invitation = driver.give(order)

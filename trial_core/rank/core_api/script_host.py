@@ -201,8 +201,7 @@ class ScriptHost:
     def wait_for_upload(self) -> None:
         """Wait until the last checkpoint is committed. If the run has failed, raises its error.
 
-        Raises:
-            CheckpointRefused: it cannot be committed; the script may go on without it.
+        Raises CheckpointRefused if it cannot be committed; the script may go on without it.
         """
         uuid, self._uploading = self._uploading, None
         with self._has_released:

@@ -31,23 +31,17 @@ class Unit(enum.Enum):
 
 
 class SearcherOperation:
-    """Train up to `length`, validate, report. Follows Determined's class."""
+    """Train up to `length`, validate, report. Follows Determined's class.
+
+    Attributes:
+        length: where training ends: the number in ``searcher.max_length``, from the trial's start.
+        is_completed: True if `report_completed` was called on this rank.
+    """
 
     def __init__(self, length: int, unit: Unit, host: ScriptHost) -> None:
-        self._length = length
+        self.length, self.is_completed = length, False
         self._unit = unit
         self._host = host
-        self._is_completed = False
-
-    @property
-    def length(self) -> int:
-        """Where training ends: the number in ``searcher.max_length``, from the trial's start."""
-        return self._length
-
-    @property
-    def is_completed(self) -> bool:
-        """True if `report_completed` was called on this rank."""
-        return self._is_completed
 
     def report_progress(self, length: float) -> None:
         """Show how far training is, as `TrainContext.set_status` does. Call it on rank 0 alone.
@@ -62,11 +56,11 @@ class SearcherOperation:
         self._require_rank_0("report_progress")
         if isinstance(length, bool) or not isinstance(length, (int, float)):
             raise TrialError(f"operation.report_progress takes a number, got {length!r}")
-        if self._is_completed and length != self._length:
+        if self.is_completed and length != self.length:
             raise TrialError(
                 f"operation.report_progress({length!r}) was called after report_completed"
             )
-        self._host.set_status(f"{length:g} of {self._length} {self._unit.value.lower()}")
+        self._host.set_status(f"{length:g} of {self.length} {self._unit.value.lower()}")
 
     def report_completed(self, searcher_metric: Any) -> None:
         """Say that the operation is done. Call it once, on rank 0 alone.
@@ -79,9 +73,9 @@ class SearcherOperation:
             TrialError: a rank other than 0 calls this, or it is called twice.
         """
         self._require_rank_0("report_completed")
-        if self._is_completed:
+        if self.is_completed:
             raise TrialError("operation.report_completed was called twice; call it once")
-        self._is_completed = True
+        self.is_completed = True
 
     def _require_rank_0(self, method: str) -> None:
         rank = self._host.distributed.get_rank()

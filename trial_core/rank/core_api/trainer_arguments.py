@@ -81,11 +81,8 @@ class TrainerRecord(msgspec.Struct, frozen=True):
 
 
 def record_of(trainer: Any, built_by_transformers: bool) -> TrainerRecord:
-    """The record of a Trainer that is about to train.
-
-    Args:
-        built_by_transformers: the class of the Trainer has not its own ``create_optimizer``.
-    """
+    """The record of a Trainer that is about to train, `built_by_transformers` if its class has not
+    its own ``create_optimizer``."""
     args = trainer.args
     names = [*_OF_LENGTH, *_OF_DATA, *_OTHERS]
     if trainer.optimizer is None:
@@ -106,11 +103,8 @@ def record_of(trainer: Any, built_by_transformers: bool) -> TrainerRecord:
 
 
 def require_same_types(then: TrainerRecord, now: TrainerRecord) -> None:
-    """Check, before the Trainer restores them, that optimizer and schedule take the states.
-
-    Raises:
-        CheckpointError: they are of another class.
-    """
+    """Check, before the Trainer restores them, that optimizer and schedule are of the same class as
+    in the checkpoint. Raises CheckpointError."""
     kinds = [("the optimizer (optim)", then.optimizer, now.optimizer)]
     schedules = [each.arguments.get("lr_scheduler_type") for each in (then, now)]
     if not _WITH_STATE.isdisjoint(map(str, schedules)):
@@ -128,10 +122,7 @@ def require_same_place(then: TrainerRecord, now: TrainerRecord, args: Any, step:
     """Check, before the first batch, that the Trainer goes on with the next sample of the epoch.
 
     It skips as many steps of the present size as the checkpoint had trained. Other slots alone are
-    not refused: a run may be moved; see `changes`.
-
-    Raises:
-        CheckpointError: it would not.
+    not refused: a run may be moved; see `changes`. Raises CheckpointError.
     """
     skipped = _skipped(then, now, args, step)
     if skipped is None or then.rank_samples == now.rank_samples:
@@ -147,11 +138,9 @@ def require_same_place(then: TrainerRecord, now: TrainerRecord, args: Any, step:
 def changes(
     then: TrainerRecord, now: TrainerRecord, args: Any, step: int, optimizer: Any, scheduler: Any
 ) -> RestoredSettings:
-    """What has changed since the checkpoint, and which values count, for people.
+    """What has changed since the checkpoint of `step`, and which values count, for people.
 
-    Args:
-        step: of the checkpoint.
-        optimizer, scheduler: of the Trainer, after its restore.
+    `optimizer` and `scheduler` are the Trainer's, after its restore.
     """
     differing = {
         name: (then.arguments[name], value)

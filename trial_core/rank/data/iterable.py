@@ -50,8 +50,7 @@ class ShardedIterable(IterableDataset[Any]):
     def __len__(self) -> int:
         """This rank's micro-batches in one epoch.
 
-        Raises:
-            TypeError: the dataset has no length, or is repeated without end.
+        Raises TypeError if the dataset has no length, or is repeated without end.
         """
         if self.repeat:
             raise TypeError("an iterable dataset that is repeated without end has no length")

@@ -37,8 +37,8 @@ class MicroBatches(Iterator[Any]):
         source: micro-batches without end. Nothing is loaded ahead.
         samples_of: see `_counter`.
         drawn: how many this rank has taken before these, over the whole life of the trial.
-        loader: the loader behind `source`, if it saves its own state; None otherwise.
-        loaded: the state that was loaded into `loader`; None if none was.
+        loader, loaded: the loader behind `source`, and the state that was loaded into it, if it
+            saves its own state.
 
     Attributes:
         samples, uncounted: of the micro-batches taken; how many of them could not be counted.
@@ -94,12 +94,10 @@ class MicroBatches(Iterator[Any]):
         if self.taken != self._per_batch and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "train_batch took %d micro-batches from its loader for one batch, where "
-                "gradient_accumulation_steps makes it %d: epochs are counted by the latter, so "
-                "they do not begin and end with the passes over the data. If a batch needs more, "
-                "load larger micro-batches and divide them in train_batch",
-                self.taken,
-                self._per_batch,
+                f"train_batch took {self.taken} micro-batches from its loader for one batch, where "
+                f"gradient_accumulation_steps makes it {self._per_batch}: epochs are counted by "
+                "the latter, so they do not begin and end with the passes over the data. If a "
+                "batch needs more, load larger micro-batches and divide them in train_batch"
             )
         self.taken = 0
 
@@ -109,11 +107,9 @@ class Loaders:
     """This rank's data. Without training data on a rank that needs none.
 
     Attributes:
-        training_loader: the trial's own.
         epoch: the length of an epoch, the same on every rank; None if it is unknown.
         batch_samples: samples of a batch, as the loader of some rank has it; None if it is unknown.
         sample_lists: of the training data, for a comparison; empty if there is none.
-        warnings: about the data, for people.
         training: micro-batches without end, after `begin`.
     """
 
@@ -140,17 +136,14 @@ class Loaders:
     ) -> str:
         """Count epochs on from a checkpoint, also if its batches had another size. Before `begin`.
 
+        Returns the change of the size, for people; empty without one.
+
         Args:
-            then: the checkpoint's length of an epoch.
-            samples_then: its samples of a batch; None if they are not known.
-            saved: see `begin`.
+            then, samples_then, saved: the checkpoint's length of an epoch, samples of a batch, and
+                `state_dict`; None if they are not known.
             has_other_ranks: it was saved on another number of data-parallel ranks.
 
-        Returns:
-            The change of the size, for people; empty without one.
-
-        Raises:
-            CheckpointError: batches of the present size cannot begin here: see `counted_on`.
+        Raises CheckpointError if batches of the present size cannot begin here: see `counted_on`.
         """
         samples, epoch = self.batch_samples, self.epoch
         if samples is not None and samples_then is not None and samples != samples_then:
@@ -168,8 +161,7 @@ class Loaders:
     def begin(self, saved: Mapping[str, Any] | None = None) -> None:
         """Set the training data to the position of `saved`, a `state_dict`; None is the beginning.
 
-        This may draw from the global generators, as building the loaders may. Restore training's
-        random state afterwards.
+        Like building the loaders, this may draw from the global generators: restore them next.
         """
         adapter, loader = self.adapter, self.training_loader
         if loader is None:
@@ -218,12 +210,12 @@ class Loaders:
         loader = self.training_loader
         if not isinstance(loader, DataLoader):
             return {}
-        found: dict[str, Any] = {
+        found = {
             "samples": length_of(loader.dataset),
             "order": type(loader.sampler).__qualname__,
             "seed": self.seed if loader.generator is None else loader.generator.initial_seed(),
+            "batch size": self.batch_samples,
         }
-        found["batch size"] = self.batch_samples
         return {name: value for name, value in found.items() if value is not None}
 
     @property
@@ -245,13 +237,9 @@ def build_loaders(
 ) -> Loaders:
     """Build both loaders. Collective: every rank calls this. Call `Loaders.begin` next.
 
-    Args:
-        compares_data: find out whether all ranks have the same data.
-
-    Raises:
-        TrialError: a loader has the wrong type, is empty, or is missing on a rank that needs data;
-            or a pass has fewer samples than ranks, or the validation set is too small for
-            a pipeline.
+    If it `compares_data`, it finds out whether all ranks have the same. Raises TrialError if a
+    loader has the wrong type, is empty, or is missing on a rank that needs data; or a pass has
+    fewer samples than ranks, or the validation set is too small for a pipeline.
     """
     # A trial may build loaders without asking its rank, so a rank without data never calls it.
     needed = adapter.needs_data
@@ -315,8 +303,7 @@ def _short_batches(
 ) -> str:
     """What the batches of a small or uneven training set lack, for people; empty: nothing.
 
-    Raises:
-        TrialError: a pass has fewer samples than there are ranks.
+    Raises TrialError if a pass has fewer samples than there are ranks.
     """
     if per_batch is None or samples is None:
         return ""
@@ -402,16 +389,15 @@ def _rest_of_pass(
         rest: Iterator[Any] = iter(loader)
         return rest
     if drawn > 0 and adapter.data_parallel_rank == 0:  # the other ranks would log the same
-        logger.warning(
-            "the training loader (%s.%s) restarts at its first micro-batch, although %d have been "
-            "trained on: %s",
-            type(loader).__module__,
-            type(loader).__qualname__,
-            drawn,
+        why = (
             "the checkpoint holds no state of it"
             if _saves_state(loader)
             else "it has no state_dict and load_state_dict. To resume within an epoch, return a "
-            "trial_core.pytorch.DataLoader or, for example, torchdata's StatefulDataLoader",
+            "trial_core.pytorch.DataLoader or, for example, torchdata's StatefulDataLoader"
+        )
+        logger.warning(
+            f"the training loader ({type(loader).__module__}.{type(loader).__qualname__}) restarts "
+            f"at its first micro-batch, although {drawn} have been trained on: {why}"
         )
     return None
 
@@ -439,13 +425,8 @@ def micro_batches_drawn(
 
     The size of a batch stays the same, but a resumed run may divide it into other micro-batches.
     An epoch then has the same samples, but not always a proportional number of micro-batches:
-    its last micro-batch may be smaller.
-
-    Args:
-        saved: `Loaders.state_dict` of any rank; the other arguments are this run's.
-        per_batch: micro-batches of one rank in a batch.
-        ranks: number of data-parallel ranks.
-        warns: warn of repeated samples. Only one rank should.
+    its last micro-batch may be smaller. `saved` is the `Loaders.state_dict` of any rank; the other
+    arguments are this run's. Only one rank `warns` of repeated samples.
     """
     ranks_then = int(saved["ranks"])
     # How many of the present micro-batches one earlier micro-batch makes.
@@ -461,11 +442,9 @@ def micro_batches_drawn(
     repeated = position - drawn * ranks
     if repeated and warns:
         logger.warning(
-            "training repeats the samples of %.3g micro-batch(es): the micro-batch size has "
-            "changed, and a round of micro-batches on %d ranks does not begin where the last "
-            "batch ended",
-            repeated,
-            ranks,
+            f"training repeats the samples of {float(repeated):.3g} micro-batch(es): the "
+            f"micro-batch size has changed, and a round of micro-batches on {ranks} ranks does not "
+            "begin where the last batch ended"
         )
     return drawn
 
@@ -477,12 +456,7 @@ def complete_litdata_state(loader: Any) -> None:
     its values, are not set; only their copies in the workers are. So the next state names the first
     epoch, and a resume from it has that epoch's order. After another division of the data (ranks,
     workers or batch size) it also counts only the data taken since, which cannot be mended here.
-
-    Args:
-        loader: any training loader; others than litdata's are left alone.
-
-    Raises:
-        TrialError: the loader has workers and divides the rest of the pass anew.
+    Raises TrialError if the loader has workers and divides the rest of the pass anew.
     """
     if not any(cls.__module__.startswith("litdata.") for cls in type(loader).__mro__):
         return

@@ -31,16 +31,14 @@ from trial_core.rank.trial.trial_adapter import TrialAdapter
 def seed_micro_batch(seed: int, epoch: int, position: int) -> None:
     """Seed the global generators of this worker for a micro-batch; no effect outside workers.
 
-    Args:
-        epoch: the epoch that the loader started with, 0 in a run.
-        position: the micro-batch's position in the sequence that all ranks share, counted from that
-            epoch. So the augmentations do not depend on the number of ranks either.
+    `position` is the micro-batch's in the sequence that all ranks share, so that augmentations do
+    not depend on their number. It counts from `epoch`, with which the loader started: 0 in a run.
     """
     if get_worker_info() is not None:
         seed_globals(derive_seed(seed, "micro-batch", epoch, position))
 
 
-_told: tuple[int, int] | None = None
+_told: tuple[int, int | None] | None = None
 """The last epoch that this worker has told its dataset, after its process id: workers are forks."""
 
 
@@ -53,51 +51,33 @@ def epoch_setters(dataset: Any) -> list[Callable[[int], object]]:
 
 
 class SeededIndices(list[int]):
-    """Indices of a micro-batch; iterating over them seeds the worker.
-
-    Attributes:
-        of_epoch: the epoch that the worker's dataset is told; None to tell it nothing.
-    """
+    """Indices of a micro-batch; iterating over them seeds the worker as `seed_micro_batch` with
+    `place`, and tells its dataset `of_epoch`, unless that is None."""
 
     def __init__(
-        self,
-        indices: Iterable[int],
-        seed: int,
-        epoch: int,
-        position: int,
-        of_epoch: int | None = None,
+        self, indices: Iterable[int], place: tuple[int, int, int], of_epoch: int | None = None
     ) -> None:
         super().__init__(indices)
-        self.seed = seed
-        self.epoch = epoch
-        self.position = position
-        self.of_epoch = of_epoch
+        self.place, self.of_epoch = place, of_epoch
 
     def __iter__(self) -> Iterator[int]:
         # torch's fetcher (and nearly every __getitems__) iterates over them in the worker.
-        seed_micro_batch(self.seed, self.epoch, self.position)
-        self._tell_epoch()
-        return super().__iter__()
-
-    def _tell_epoch(self) -> None:
         global _told  # a worker has one dataset
-        worker = get_worker_info()
-        if worker is None or self.of_epoch is None or _told == (os.getpid(), self.of_epoch):
-            return
-        _told = (os.getpid(), self.of_epoch)
-        for tell in epoch_setters(worker.dataset):
-            tell(self.of_epoch)
+        seed_micro_batch(*self.place)
+        worker, now = get_worker_info(), (os.getpid(), self.of_epoch)
+        if worker is not None and self.of_epoch is not None and _told != now:
+            _told = now
+            for tell in epoch_setters(worker.dataset):
+                tell(self.of_epoch)
+        return super().__iter__()
 
 
 class SeededBatches(SamplerWrapper[Any]):
     """One rank's batches as `SeededIndices`; batches that are not lists are not changed.
 
     In the sequence that all ranks share, `first` is the position of the first batch, and `stride`
-    the distance between two of the rank's batches.
-
-    Args:
-        per_epoch: batches of all ranks in an epoch, if workers tell the dataset the epoch.
-        tell_here: called with the epoch, if this process loads the batches itself.
+    the distance between two of the rank's batches. With `per_epoch`, the batches of all ranks in an
+    epoch, the dataset is told the epoch: by workers, or by `tell_here` if this process loads.
     """
 
     def __init__(
@@ -127,7 +107,7 @@ class SeededBatches(SamplerWrapper[Any]):
                         tell(of_epoch)
                     told = of_epoch
             if type(batch) is list:
-                batch = SeededIndices(batch, self._seed, epoch, position, of_epoch)
+                batch = SeededIndices(batch, (self._seed, epoch, position), of_epoch)
             yield batch
             position += step * self._stride
 

@@ -26,11 +26,9 @@ def counted_on(
     """The length of an epoch with batches of another size, counted on from a checkpoint.
 
     Args:
-        epoch: the length with the present batches, counted from the beginning.
-        then: the checkpoint's; for both, None if it is not known.
+        epoch, then: the length with the present batches, and the checkpoint's; None: not known.
         sizes: samples of a batch, in the checkpoint and now.
-        saved: the checkpoint's place in the data, as `Loaders.state_dict` has it; None on a rank
-            that needs no data.
+        saved: its place in the data, a `Loaders.state_dict`; None on a rank that needs no data.
 
     Raises:
         CheckpointError: no batch of the present size begins where the checkpoint's last one ends.

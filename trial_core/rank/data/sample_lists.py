@@ -44,10 +44,7 @@ SampleLists = Mapping[str, str]
 
 
 def sample_lists(loader: Any) -> SampleLists:
-    """The digests of the lists in a loader's datasets and samplers.
-
-    Only attributes are read, and at most 64 entries of a list.
-    """
+    """The digests of the lists that are attributes of a loader's datasets and samplers."""
     found: dict[str, str] = {}
     if (samples := length_of(loader.dataset)) is not None:
         found[f"len({type(loader.dataset).__name__})"] = str(samples)
@@ -63,12 +60,8 @@ def sample_lists(loader: Any) -> SampleLists:
 
 
 def differing_ranks(ranks: Sequence[SampleLists | None], which: str) -> str | None:
-    """A warning if ranks have other lists.
-
-    Args:
-        ranks: each rank's lists; None for a rank without data.
-        which: ``training`` or ``validation``.
-    """
+    """A warning if `ranks` (None: without data) have other lists of ``training`` or ``validation``
+    data."""
     known = {rank: lists for rank, lists in enumerate(ranks) if lists is not None}
     if not known:
         return None
@@ -182,10 +175,7 @@ def _numbers_names(value: dict[Any, Any]) -> bool:
 
 
 def _digest(values: Any, part: Any) -> str | None:
-    """None for a list that does not tell samples apart, as far as is known.
-
-    Numbers do if there is one entry for each sample.
-    """
+    """None for a list that does not tell samples apart: numbers, unless each sample has one."""
     count = len(values)
     if count < 2:
         return None

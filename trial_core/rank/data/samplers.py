@@ -34,18 +34,6 @@ from trial_core.rank.data.seekable_samplers import (
 
 T = TypeVar("T")
 
-__all__ = [
-    "DistributedBatchSampler",
-    "DistributedSampler",
-    "RepeatBatchSampler",
-    "RepeatSampler",
-    "ReproducibleShuffleBatchSampler",
-    "ReproducibleShuffleSampler",
-    "SkipBatchSampler",
-    "SkipSampler",
-    "adapt_batch_sampler",
-]
-
 
 class _InTurn(SamplerWrapper[T], Generic[T]):
     """``iter()`` gives the next epoch each time. A run does not use it: it names the epoch."""

@@ -84,8 +84,7 @@ class SeekableSampler(Sampler[T], Generic[T]):
     def length(self, epoch: int | None = None) -> int:
         """Number of items in an epoch, by default the underlying sampler's present one.
 
-        Raises:
-            TypeError: the underlying sampler has no length.
+        Raises TypeError if the underlying sampler has no length.
         """
         raise NotImplementedError
 
@@ -280,17 +279,10 @@ def length_of(sized: Any) -> int | None:
 
 
 def warn_of_length(source: Any, epoch: int, expected: int | None, count: int) -> None:
-    """Warn if an epoch of a sampler or dataset was not as long as it should have been.
-
-    `expected` is None if it has no length, or its length is not used.
-    """
+    """Warn if an epoch of a sampler or dataset was not as long as `expected`, if anything was."""
     if expected is not None and count != expected:
         logger.warning(
-            "%s has a length of %d in epoch %d but gave %d items: epochs are counted by the "
-            "length, and a run that resumes after this epoch may not continue exactly where it "
-            "stopped; correct its __len__, or remove it",
-            type(source).__qualname__,
-            expected,
-            epoch,
-            count,
+            f"{type(source).__qualname__} has a length of {expected} in epoch {epoch} but gave "
+            f"{count} items: epochs are counted by the length, and a run that resumes after this "
+            "epoch may not continue exactly where it stopped; correct its __len__, or remove it"
         )

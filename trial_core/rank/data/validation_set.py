@@ -56,10 +56,9 @@ class ValidationSet:
     """This rank's part of the validation set.
 
     Attributes:
-        loader: the trial's loader, unsharded; None on a rank that needs no data.
-        shard: this rank's shard, iterated once per validation; None on a rank that needs no data.
-        group_size: micro-batches that one `evaluate_batch` takes.
-        in_lockstep, pads: see `TrialAdapter.evaluates_in_lockstep` and `pads_evaluation`.
+        loader, shard: the trial's loader, and this rank's shard of it, iterated once per
+            validation; None on a rank that needs no data.
+        group_size, in_lockstep, pads: see `TrialAdapter`.
         own_evaluations: `evaluate_batch` calls that the shard has data for; None if unknown.
         agreed_evaluations: calls of all ranks in lockstep; None if unknown. Ranks then exchange
             before each call whether they have data.
@@ -88,18 +87,15 @@ class ValidationSet:
     ) -> Iterator[bool]:
         """One item for each `evaluate_batch` call of this rank: whether the call counts.
 
-        Collective in lockstep: every rank iterates over it.
-
-        Raises:
-            TrialError: the set holds no whole group of micro-batches, and groups cannot be padded.
+        Collective in lockstep: every rank iterates over it. Raises TrialError if the set holds no
+        whole group of micro-batches, and groups cannot be padded.
         """
         for index in itertools.count() if self.limit is None else range(self.limit):
             if index in REMARKABLE_EVALUATIONS and self.own_evaluations is None:
                 logger.warning(
-                    "this validation has evaluated %d batches of a loader without a length, and "
-                    "continues; if the loader never ends, stop the run, and end the loader's "
-                    "iteration or give it a __len__",
-                    index,
+                    f"this validation has evaluated {index} batches of a loader without a length, "
+                    "and continues; if the loader never ends, stop the run, and end the loader's "
+                    "iteration or give it a __len__"
                 )
             own = self._has_own(batches, index)
             if not self.in_lockstep:
@@ -152,9 +148,8 @@ def validation_set(
 ) -> ValidationSet:
     """Shard the validation loader and agree on calls that count. Collective: every rank calls it.
 
-    Raises:
-        TrialError: on all ranks, if a loader is an iterator without a length; or, with pipeline
-            parallelism, if a shard has no whole group of micro-batches, or one has fewer samples.
+    Raises TrialError on all ranks if a loader is an iterator without a length; or, with pipeline
+    parallelism, if a shard has no whole group of micro-batches, or one has fewer samples.
     """
     shard, group_size = loader, adapter.micro_batches_per_evaluation
     if isinstance(loader, DataLoader):  # a custom loader is this rank's shard already
@@ -231,10 +226,7 @@ def _left_out(lengths: list[int], agreed: int, group_size: int) -> str:
 
 
 def _sizes(loader: Any) -> tuple[int, int] | None:
-    """The samples of a loader, and of a micro-batch; None if its micro-batches may have any size.
-
-    None as well if all have the same.
-    """
+    """The samples of a loader, and of a micro-batch; None if these have all one size, or any."""
     if not isinstance(loader, DataLoader) or loader.batch_size is None or loader.drop_last:
         return None
     samples = length_of(loader.sampler)
@@ -244,12 +236,8 @@ def _sizes(loader: Any) -> tuple[int, int] | None:
 
 
 def _require_equal(sizes: tuple[int, int] | None, ranks: int, taken: int) -> None:
-    """Check that a pipeline takes no smaller micro-batch: its stages agree on one shape.
-
-    Args:
-        ranks: the number of data-parallel ranks.
-        taken: micro-batches of each that are evaluated.
-    """
+    """Check that a pipeline, which takes `taken` micro-batches of each data-parallel rank, takes no
+    smaller one: its stages agree on one shape."""
     if sizes is None:
         return
     samples, per_micro_batch = sizes

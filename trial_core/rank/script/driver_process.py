@@ -55,8 +55,7 @@ def take_driver(distributed: DistributedContext) -> Iterator[DriverProcess]:
 class DriverProcess:
     """The driver of a script, on rank 0; on other ranks, nothing.
 
-    `init` starts it early, while the script constructs its trial, because Python takes its time to
-    import the driver's modules.
+    `init` starts it early: it imports its modules while the script constructs its trial.
     """
 
     def __init__(self, distributed: DistributedContext) -> None:
@@ -69,11 +68,8 @@ class DriverProcess:
             _STARTED.add(self)
 
     def give(self, order: Callable[[], Order]) -> Invitation:
-        """Have the driver drive the ranks. Collective: every rank calls this.
-
-        Raises:
-            TrialflowError: on every rank, if the run could not begin.
-        """
+        """Have the driver drive the ranks. Collective. Its TrialflowError is raised on every
+        rank."""
         return run_on_rank_0(self._distributed, lambda: self._give(order()))
 
     def end(self) -> None:

@@ -225,8 +225,7 @@ class TrialCallback(PyTorchCallback):
 def built_callbacks(trial: Any, context: Any) -> Mapping[str, PyTorchCallback]:
     """The trial's callbacks.
 
-    Raises:
-        TrialError: they are not a mapping of names to `PyTorchCallback` instances.
+    Raises TrialError if they are not a mapping of names to `PyTorchCallback` instances.
     """
     callbacks = trial.build_callbacks()
     if not isinstance(callbacks, Mapping):

@@ -116,14 +116,12 @@ class TrialContext:
         given = info.experiment.get("hyperparameters") or {}
         if not isinstance(given, Mapping):
             raise ConfigError(f"hyperparameters: expected a mapping, got {format_value(given)}")
+        within = "hyperparameters: "
         try:
-            plain = hyperparameters(given)
-        except ValidationError as error:
-            raise ConfigError(f"hyperparameters: {'; '.join(error_lines(error))}") from error
-        try:
+            plain, within = hyperparameters(given), ""
             info.experiment["hyperparameters"] = draw(plain, info.experiment_seed)
         except ValidationError as error:
-            raise ConfigError("; ".join(error_lines(error))) from error
+            raise ConfigError(within + "; ".join(error_lines(error))) from error
         return cls(info, DistributedContext.from_environment())
 
     @property
@@ -226,28 +224,19 @@ class TrialContext:
         return self._info.initial_batch
 
     def current_train_epoch(self) -> int:
-        """The epoch in which the current batch begins, from 0.
-
-        Raises:
-            TrialError: the length of an epoch is unknown.
-        """
+        """The epoch in which the current batch begins, from 0. TrialError: its length is
+        unknown."""
         return self._known_epoch("current_train_epoch").epoch_of(self.current_train_batch())
 
     def is_epoch_start(self) -> bool:
-        """Return whether the current batch is the first to begin in its epoch.
-
-        Raises:
-            TrialError: the length of an epoch is unknown.
-        """
+        """Return whether the current batch is the first to begin in its epoch. Raises TrialError as
+        `current_train_epoch`."""
         batch, epoch = self.current_train_batch(), self._known_epoch("is_epoch_start")
         return batch == 0 or epoch.epoch_of(batch) != epoch.epoch_of(batch - 1)
 
     def is_epoch_end(self) -> bool:
-        """Return whether the current batch is the last to begin in its epoch.
-
-        Raises:
-            TrialError: the length of an epoch is unknown.
-        """
+        """Return whether the current batch is the last to begin in its epoch. Raises TrialError as
+        `current_train_epoch`."""
         batch, epoch = self.current_train_batch(), self._known_epoch("is_epoch_end")
         return epoch.epoch_of(batch + 1) != epoch.epoch_of(batch)
 

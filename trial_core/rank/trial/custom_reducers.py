@@ -130,8 +130,7 @@ class _Wrapped:
             step: the method that the block calls.
             values: what the ranks have contributed, if the block reduces it.
 
-        Raises:
-            TrialError: the block has raised an error that is not ours.
+        Raises TrialError if the block has raised an error that is not ours.
         """
         try:
             yield
@@ -220,9 +219,8 @@ class ReducerRegistry:
             counts: True if this rank's values count.
             contribution: an earlier result of `contribution`; None for the present values.
 
-        Raises:
-            TrialError: ranks have wrapped different reducers, or a reducer raises, or its result
-                does not match its wrapping, or two return a metric of the same name.
+        Raises TrialError if ranks have wrapped different reducers, or a reducer raises, or its
+        result does not match its wrapping, or two return a metric of the same name.
         """
         serving = [wrapped for wrapped in self._wrapped if wrapped.serves(kind)]
         if not serving:

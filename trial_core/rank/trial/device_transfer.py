@@ -21,10 +21,7 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
 
     Searches dicts, lists, tuples and named tuples, and keeps their types. Calls the method ``to``
     of other objects that have one. Anything else is returned unchanged, with one warning for each
-    type.
-
-    Args:
-        warned_types: the types warned about so far; new ones are added.
+    type that is not among the `warned_types`, to which it is added.
     """
     warned = set() if warned_types is None else warned_types
     if isinstance(data, torch.Tensor):
@@ -55,8 +52,8 @@ def to_device(data: Any, device: torch.device | str, warned_types: set[type] | N
     if type(data) not in warned:
         warned.add(type(data))
         logger.warning(
-            "to_device leaves objects of type %s where they are: it moves tensors and numeric "
-            "numpy arrays, also in dicts, lists and tuples, and objects with a method to(device)",
-            type(data).__name__,
+            f"to_device leaves objects of type {type(data).__name__} where they are: it moves "
+            "tensors and numeric numpy arrays, also in dicts, lists and tuples, and objects with a "
+            "method to(device)"
         )
     return data

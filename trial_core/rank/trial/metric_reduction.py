@@ -73,10 +73,8 @@ class Partials(TypedDict, total=False):
 
 
 class BatchMetrics:
-    """Collects one rank's metrics over a workload, without waiting for the accelerator.
-
-    Messages name `method`, which returns them.
-    """
+    """Collects the metrics that `method` returns on one rank over a workload, without waiting for
+    the accelerator."""
 
     def __init__(self, method: str = "train_batch") -> None:
         self._method = method
@@ -86,17 +84,12 @@ class BatchMetrics:
         self._hosted: dict[str, HostColumn] | None = None
 
     def add_batch(self, calls: Sequence[torch.Tensor | Mapping[str, Any]]) -> None:
-        """Add one batch.
+        """Add one batch: the return value of each call of the method, of which a batch has a fixed
+        number. A tensor is the metric ``loss``.
 
-        Tensors are copied on their device, because the trial may reuse them.
-
-        Args:
-            calls: the return value of each call of the method, usually one. A tensor is the metric
-                ``loss``. All batches of a workload have equally many.
-
-        Raises:
-            TrialError: a return value is neither a tensor nor a mapping, or a metric is of a type
-                that cannot be reported, or the metrics are not those of the first call.
+        Tensors are copied on their device, because the trial may reuse them. Raises TrialError if a
+        return value is neither a tensor nor a mapping, or a metric is of a type that cannot be
+        reported, or the metrics are not those of the first call.
         """
         for outcome in calls:
             metrics, columns = self._checked(outcome)
@@ -108,10 +101,8 @@ class BatchMetrics:
     def per_call(self) -> list[dict[str, Any]]:
         """The metrics of each call, as callbacks get them.
 
-        The first call of this or `partials` waits for the accelerator.
-
-        Raises:
-            TrialError: a metric's shape differs between calls.
+        The first call of this or `partials` waits for the accelerator. Raises TrialError if a
+        metric's shape differs between calls.
         """
         columns = {name: list(column.values) for name, column in self._on_host().items()}
         return _by_call(columns, self._calls)
@@ -119,8 +110,7 @@ class BatchMetrics:
     def partials(self, with_values: bool = False) -> Partials:
         """Sums and extremes over this rank's calls.
 
-        Raises:
-            TrialError: a metric's shape differs between calls.
+        Raises TrialError if a metric's shape differs between calls.
         """
         columns = self._on_host()
         partials = Partials(
@@ -187,11 +177,8 @@ def combine(
 ) -> dict[str, Any]:
     """Reduce each metric over all batches of all ranks, for callbacks. Pure: equal on every rank.
 
-    Ranks without batches do not count.
-
-    Raises:
-        TrialError: a metric's name or shape differs between ranks, or `reducers` do not match, or a
-            sum of integers does not fit into 64 bits.
+    Ranks without batches do not count. Raises TrialError if a metric's name or shape differs
+    between ranks, or `reducers` do not match, or a sum of integers does not fit into 64 bits.
     """
     by_rank = {rank: part for rank, part in enumerate(partials) if part.get("calls")}
     if not by_rank:
@@ -209,9 +196,9 @@ def combine(
 
 
 def calls_over_ranks(partials: Sequence[Partials]) -> list[dict[str, Any]]:
-    """The metrics of each call, averaged over ranks. Pure: the same result on every rank.
+    """The metrics of each call, averaged over ranks, of partials that `combine` has accepted. Pure.
 
-    `combine` has accepted the partials. All ranks that report metrics have equally many calls.
+    All ranks that report metrics have equally many calls.
     """
     reporting = [part for part in partials if part.get("calls")]
     if not reporting:

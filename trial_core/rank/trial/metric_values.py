@@ -40,12 +40,10 @@ Collected = torch.Tensor | Array | Unreduced | None
 
 @dataclass(frozen=True)
 class HostColumn:
-    """A metric's values in all calls, on the host.
+    """A metric's values in all calls, on the host: NumPy's numbers and arrays, or plain data.
 
-    Attributes:
-        values: NumPy's numbers and arrays, or plain data. An array if all are numbers or arrays.
-        numbers: the values that are numbers or arrays, stacked; None if others are not None, or if
-            there are none.
+    `values` is an array if all are numbers or arrays. `numbers` has these stacked; None if there
+    are none, or others that are not None.
     """
 
     values: Array | list[Any]
@@ -63,9 +61,8 @@ class HostColumn:
 def collected(name: str, value: Any, source: str) -> Collected:
     """A copy of a metric's value, because the trial may reuse it. Does not wait for the device.
 
-    Raises:
-        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts, or is
-            divided among the ranks, or an integer does not fit into 64 bits.
+    Raises TrialError if the value is not made of numbers, text, None, arrays, lists and dicts, or
+    is divided among the ranks, or an integer does not fit into 64 bits.
     """
     if isinstance(value, DTensor):
         if not all(each.is_replicate() for each in value.placements):
@@ -128,8 +125,7 @@ def sum_of(numbers: Array) -> Array:
 def as_reported(metrics: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Metrics that need no reduction, as JSON can hold them. An array of one element is a number.
 
-    Raises:
-        TrialError: as for `plain_value`.
+    Raises TrialError as `plain_value`.
     """
     invalid = [name for name in metrics if not isinstance(name, str)]
     if invalid:
@@ -148,8 +144,7 @@ def _single(plain: Any) -> Any:
 def for_callbacks(name: str, value: Any, source: str) -> Any:
     """A metric that needs no reduction: a tensor as an array, and other values unchanged.
 
-    Raises:
-        TrialError: as for `plain_value`.
+    Raises TrialError as `plain_value`.
     """
     plain_value(name, value, source)
     if isinstance(value, torch.Tensor):
@@ -160,9 +155,8 @@ def for_callbacks(name: str, value: Any, source: str) -> Any:
 def plain_value(name: str, value: Any, source: str) -> Any:
     """The value of one metric as JSON can hold it: tensors and arrays become numbers and lists.
 
-    Raises:
-        TrialError: the value is not made of numbers, text, None, arrays, lists and dicts, or an
-            integer does not fit into 64 bits.
+    Raises TrialError if the value is not made of numbers, text, None, arrays, lists and dicts, or
+    an integer does not fit into 64 bits.
     """
     array = _checked(name, value, source)
     if array is not None:
@@ -210,8 +204,7 @@ def as_plain(value: Any) -> Value:
 def to_host(columns: Mapping[str, list[Collected]], method: str) -> dict[str, HostColumn]:
     """Each column on the host. Tensors of one device, type and shape share one transfer.
 
-    Raises:
-        TrialError: numbers or arrays of one column differ in shape.
+    Raises TrialError if numbers or arrays of one column differ in shape.
     """
     columns_of_kind: dict[Any, list[str]] = {}
     hosted: dict[str, HostColumn] = dict.fromkeys(columns, HostColumn([], None))  # keeps the order

@@ -16,11 +16,9 @@ import torch
 
 @dataclass(frozen=True)
 class WeightCopies:
-    """Copies of an optimizer's parameters, where a model computes with copies.
+    """This rank's copies of an optimizer's parameters, where a model computes with copies.
 
-    Attributes:
-        tensors: this rank's copies.
-        refresh: gives them the values of the parameters. May be collective.
+    `refresh` gives them the values of the parameters. It may be collective.
     """
 
     tensors: Sequence[torch.Tensor]

@@ -61,10 +61,8 @@ class TensorBoard:
     def move_to(self, folder: Path) -> None:
         """Use `folder` from now on, and move the files there.
 
-        A link replaces the old folder: the writer, the profiler and the trial use its path.
-
-        Raises:
-            TrialflowError: the files cannot be moved.
+        A link replaces the old folder: the writer, the profiler and the trial use its path. Raises
+        TrialflowError if the files cannot be moved.
         """
         old, self._folder = self._folder, folder
         if old is None or old == folder or not self._uses_folder:
@@ -107,10 +105,7 @@ class TensorBoard:
             self.writer()
 
     def log_metrics_by_default(self) -> None:
-        """Write reported metrics from now on, if TensorBoard is installed.
-
-        If it cannot be imported, `report` warns: the trial has not asked for it.
-        """
+        """Write reported metrics from now on, if TensorBoard is installed; see `report`."""
         self._logs_metrics = self._logs_metrics or find_spec("tensorboard") is not None
 
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
@@ -163,10 +158,8 @@ class TensorBoard:
         self._profiler = torch.profiler.profile(*args, **kwargs)
 
     def profile_batches(self, first: int, last: int, batches_trained: Callable[[], int]) -> None:
-        """Profile some batches on rank 0 with `torch.profiler`, unless the trial sets a profiler.
-
-        `last` is profiled, too. `batches_trained` says how many batches the trial has been trained.
-        """
+        """Profile batches `first` to `last`, counted by `batches_trained`, on rank 0 with
+        `torch.profiler`, unless the trial sets a profiler."""
         if self.rank == 0 and self._profiler is None:
             self._batches_to_profile = (first, last, batches_trained)
 

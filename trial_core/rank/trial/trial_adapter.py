@@ -36,7 +36,6 @@ class TrialAdapter(ABC):
         whole_models: the models that are whole on this rank, so that their forward passes wait for
             no other rank.
         data_parallel_rank: this rank's data shard.
-        micro_batches_per_batch: from this rank's loader.
         steps_each_batch: False if gradients of several batches are added up before a step.
         batch_samples: samples of one batch, over all ranks; 0 if unknown.
         micro_batches_per_evaluation: micro-batches that one `evaluate_batch` takes.
@@ -46,6 +45,8 @@ class TrialAdapter(ABC):
             that do not count. Otherwise all ranks end with the shortest shard.
         evaluates_full_dataset: True if the trial validates the whole set at once, on one rank.
         requires_reproducible_loaders: True if loaders must be `trial_core.pytorch.DataLoader`s.
+        saves_plainly, loads_plainly: True, on all ranks, if `save` and `load` run no method of the
+            trial of that name, which may read any file.
         chief_hooks: the callbacks' hooks that rank 0 alone calls.
         checkpoint_classes: classes besides plain data that the shards hold, all of them safe to
             construct.
@@ -72,6 +73,8 @@ class TrialAdapter(ABC):
     pads_evaluation: bool
     takes_smaller_micro_batches: bool = True
     evaluates_full_dataset: bool
+    saves_plainly: bool = True
+    loads_plainly: bool = True
     chief_hooks: frozenset[str] = frozenset()
     checkpoint_classes: Sequence[Any]
 
@@ -93,10 +96,8 @@ class TrialAdapter(ABC):
     def _full_dataset_is_evaluated(self, why_not: str | None) -> bool:
         """True if the trial defines `evaluate_full_dataset`, not `evaluate_batch`.
 
-        `why_not` is the reason if a single rank cannot evaluate.
-
-        Raises:
-            TrialError: it defines both, or neither, or one that a single rank cannot run.
+        `why_not` is the reason if a single rank cannot evaluate. Raises TrialError if the trial
+        defines both, or neither, or one that a single rank cannot run.
         """
         name = type(self._trial).__name__
         in_batches = self._overrides("evaluate_batch")
@@ -122,28 +123,12 @@ class TrialAdapter(ABC):
         It runs no code of the trial, writes memory files only, and copies from an accelerator. The
         same on every rank.
         """
-        return has_accelerator()
-
-    @property
-    def saves_plainly(self) -> bool:
-        """True if `save` runs no `save` of the trial, which may read what was written. On all."""
-        return True
-
-    @property
-    def loads_plainly(self) -> bool:
-        """True if `load` runs no `load` of the trial, and reads only the files of the last `save`.
-
-        The same on every rank.
-        """
-        return True
+        return has_accelerator() and self.saves_plainly
 
     @property
     @abstractmethod
     def schedulers(self) -> Sequence[Any]:
-        """The learning-rate schedulers of torch's kind or DeepSpeed's, as far as they are known.
-
-        A trial may wrap some as late as in `build_training_data_loader`.
-        """
+        """The schedulers so far: a trial may wrap some in `build_training_data_loader`."""
 
     @property
     def left_out(self) -> Sequence[Collection[str]]:
@@ -167,8 +152,7 @@ class TrialAdapter(ABC):
     def samples_in(self, micro_batch: Any) -> int:
         """Samples of a micro-batch, as the trial counts them; 0 if it cannot.
 
-        Raises:
-            TrialTypeError: the trial's `get_batch_length` returned no number.
+        Raises TrialTypeError if the trial's `get_batch_length` returned no number.
         """
         try:
             length = self._trial.get_batch_length(micro_batch)
@@ -187,7 +171,7 @@ class TrialAdapter(ABC):
     ) -> list[Any]:
         """Train one batch; return the metrics of each of the trial's `train_batch` calls.
 
-        Collective: every rank calls this. Must not wait for the accelerator.
+        Collective. Must not wait for the accelerator.
         """
 
     @abstractmethod
@@ -196,10 +180,7 @@ class TrialAdapter(ABC):
 
     @abstractmethod
     def scaled_steps(self) -> tuple[int, int]:
-        """Optimizer steps with a loss scaler so far, and how many of them the scaler skipped.
-
-        May wait for the accelerator.
-        """
+        """Steps of loss scalers so far, and those skipped. May wait for the accelerator."""
 
     def measured_flops_per_sample(self) -> float:
         """FLOPs of the model's forward and backward pass on one sample, measured; 0 if unknown."""
@@ -223,27 +204,21 @@ class TrialAdapter(ABC):
         """Switch the models between training and evaluation mode."""
 
     def hook_state(self) -> dict[str, Any]:
-        """Entries for `on_checkpoint_save_start` besides the rank's state, by Determined's names.
-
-        Collective: every rank calls this.
-        """
+        """Entries for `on_checkpoint_save_start`, by Determined's names. Collective."""
         return {}
 
     def read_hook_state(self, folder: Path, reader: Reader) -> dict[str, Any]:
-        """Entries for `on_checkpoint_load_start` besides the rank's state. Not collective."""
+        """Entries for `on_checkpoint_load_start`, by the same names. Not collective."""
         return {}
 
     @abstractmethod
     def save(
         self, folder: Path, memory_files: MemoryFiles, reader: Reader, hook_state: Mapping[str, Any]
     ) -> None:
-        """Write this rank's shards below `folder`, as far as possible as memory files.
+        """Write this rank's shards below `folder`, as far as possible as memory files. Collective.
 
-        Collective: every rank calls this.
-
-        Args:
-            reader: will read the shards; see `safe_save.readable`.
-            hook_state: the result of `hook_state`, as the hooks left it.
+        `reader` will read them (see `safe_save.readable`). `hook_state` is the result of
+        `hook_state`, as the hooks left it.
         """
 
     @abstractmethod
@@ -252,9 +227,8 @@ class TrialAdapter(ABC):
     ) -> None:
         """Restore from all ranks' shards below `folder`. Collective: every rank calls this.
 
-        Args:
-            hook_state: the result of `read_hook_state`, as the hooks left it.
-            reshape: True if the shards are from another number of ranks or sharding.
+        `hook_state` is the result of `read_hook_state`, as the hooks left it. To `reshape`: the
+        shards are from another number of ranks or sharding.
         """
 
     @abstractmethod
@@ -265,10 +239,7 @@ class TrialAdapter(ABC):
     def files_read(
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
     ) -> list[FileEntry]:
-        """The files of a checkpoint that `load` or `load_weights` reads on any of `ranks`.
-
-        The same on each of these ranks. Not collective.
-        """
+        """The files of a checkpoint that `load` or `load_weights` reads on any of `ranks`."""
 
     @abstractmethod
     def topology(self) -> Topology:
