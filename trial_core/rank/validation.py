@@ -77,7 +77,10 @@ def validate(
         reducers: Any = adapter.evaluation_reducer()
         try:
             if adapter.evaluates_full_dataset:
-                metrics = _evaluate_full_dataset(adapter, loaders.validation, distributed)
+                metrics = BatchMetrics("evaluate_full_dataset")
+                if distributed.get_rank() == 0:
+                    whole = loaders.validation.unsharded()
+                    metrics.add_batch([adapter.evaluate_full_dataset(whole)])
                 reducers = Reducer.AVG  # of a single value: the trial has reduced the metrics
             else:
                 metrics, contribution = _evaluate_batches(
@@ -127,15 +130,6 @@ def metric_names(
     return sorted({*(of_reducers or ()), *evaluated[0]}) if evaluated else None
 
 
-def _evaluate_full_dataset(
-    adapter: TrialAdapter, validation: ValidationSet, distributed: DistributedContext
-) -> BatchMetrics:
-    metrics = BatchMetrics("evaluate_full_dataset")
-    if distributed.get_rank() == 0:
-        metrics.add_batch([adapter.evaluate_full_dataset(validation.unsharded())])
-    return metrics
-
-
 def _evaluate_batches(
     adapter: TrialAdapter,
     validation: ValidationSet,
@@ -154,22 +148,19 @@ def _evaluate_batches(
             contribution = adapter.reducers.contribution("validation")
             if batches is not None:
                 batches.repeat_forever(validation.padding_micro_batch())
-        outcome = _evaluate_batch(adapter, batches, batch_idx)
+        try:
+            outcome = adapter.evaluate_batch(batches, batch_idx)
+        except StopIteration as end:
+            raise TrialError(
+                "evaluate_batch asked for more micro-batches than the validation loader gave this "
+                f"rank, in call {batch_idx} of the validation; take one in each call (with a "
+                "pipeline, engine.eval_batch takes its own), and make the loader's len() match "
+                "what it gives"
+            ) from end
         if counts and adapter.reports_metrics:
             metrics.add_batch([outcome])
         progress.report(batch_idx + 1)
     return metrics, contribution
-
-
-def _evaluate_batch(adapter: TrialAdapter, batches: Iterator[Any] | None, batch_idx: int) -> Any:
-    try:
-        return adapter.evaluate_batch(batches, batch_idx)
-    except StopIteration as end:
-        raise TrialError(
-            f"evaluate_batch asked for more micro-batches than the validation loader gave this "
-            f"rank, in call {batch_idx} of the validation; take one in each call (with a pipeline, "
-            "engine.eval_batch takes its own), and make the loader's len() match what it gives"
-        ) from end
 
 
 def reduce_validation(
