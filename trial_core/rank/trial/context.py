@@ -224,8 +224,8 @@ class TrialContext:
         return self._info.initial_batch
 
     def current_train_epoch(self) -> int:
-        """The epoch in which the current batch begins, from 0. TrialError: its length is
-        unknown."""
+        """The epoch in which the current batch begins, from 0. Raises TrialError if the length of
+        an epoch is unknown."""
         return self._known_epoch("current_train_epoch").epoch_of(self.current_train_batch())
 
     def is_epoch_start(self) -> bool:
