@@ -74,10 +74,10 @@ def deploy(
 
     If that is not set: the server of a running `trialflow up`.
 
-    Creates a work pool with its job template, the deployments train, evaluate, prune and retrain, a
-    GPU limit, and automations for crashed runs. Existing objects are updated, but changes made in
-    the UI stay: schedules, default parameters, job variables. --remove keeps others' objects, and
-    keeps the GPU limit unless --gpus is passed.
+    Creates a work pool with its job template, the deployments train, evaluate, search, prune and
+    retrain, a GPU limit, and automations for crashed runs. Existing objects are updated, but
+    changes made in the UI stay: schedules, default parameters, job variables. --remove keeps
+    others' objects, and keeps the GPU limit unless --gpus is passed.
 
     With --schedule, each file's experiment is run at these times: the deployment of --flow gets a
     schedule with the experiment, by its name. Without it, for each file with a `retraining`

@@ -78,10 +78,14 @@ def list_(*, place: StoragePlace = HERE, json_: AsJson = False) -> None:
     ]
     columns = ("trial", "last checkpoint", "metric", "batches", "ended", "best")
     print_table(columns, [row[: len(columns)] for row in rows])
-    if any(own := _told_apart(found)):
-        told = [", ".join(f"{name}={_cell(each[name])}" for name in each) for each in own]
+    told = [
+        (each.trial, ", ".join(f"{name}={_cell(own[name])}" for name in own))
+        for each, own in zip(found, _told_apart(found), strict=True)
+        if own
+    ]
+    if told:
         print()
-        print_table(("trial", "hyperparameters"), zip([t.trial for t in found], told, strict=True))
+        print_table(("trial", "hyperparameters"), told)
 
 
 def _told_apart(trials: Sequence[StoredTrial]) -> list[dict[str, Any]]:
@@ -205,7 +209,7 @@ def sync(
 
 @app.command
 def show(trial: TrialId, /, *, place: StoragePlace = HERE, json_: AsJson = False) -> None:
-    """Show a trial: its results, its hyperparameters, and its ledger of time.
+    """Show a trial: its results, its hyperparameters, its page, and its ledger of time.
 
     The ledger has the use of its slots in all runs, goodput and cost.
     """
@@ -229,7 +233,9 @@ def show(trial: TrialId, /, *, place: StoragePlace = HERE, json_: AsJson = False
     if json_:
         results = {} if saved is None else _with_json_names(saved.results)
         values = {} if saved is None else saved.hyperparameters
-        own = {"results": results, "hyperparameters": values, "unsent_records": unsent}
+        links = [] if saved is None else [*saved.history.links.values()]
+        own = {"results": results, "hyperparameters": values, "links": links}
+        own["unsent_records"] = unsent
         print_json("runs show", {**ledger.to_json(), **own})
         return
     for name, count in unsent.items():
@@ -238,8 +244,11 @@ def show(trial: TrialId, /, *, place: StoragePlace = HERE, json_: AsJson = False
             f"sync {trial}, unless the trial is being trained\n"
         )
     if saved is not None:
-        shown = [*saved.results.items(), *saved.hyperparameters.items()]
-        print_table((trial, ""), [(name, _cell(value)) for name, value in shown])
+        shown = {**saved.results, **saved.hyperparameters}
+        if saved.results["ended"] is None:
+            shown["ended"] = "not yet, or it was killed"
+        rows = [(name, _cell(value)) for name, value in shown.items()]
+        print_table((trial, ""), [*rows, *saved.history.links.items()])
         print()
     if not ledger.runs:  # as of an imported trial
         return

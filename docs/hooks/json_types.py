@@ -198,6 +198,7 @@ class TimeOfRun(TimeOfSlots):
 class ShownRun(TimeOfSlots):
     """Attributes:
     results: see `runs list`; empty without a checkpoint.
+    links: pages of the trial's last run, such as Prefect's; empty without a checkpoint.
     unsent_records: how many records each tracker lacks.
     """
 
@@ -205,6 +206,7 @@ class ShownRun(TimeOfSlots):
     runs: list[TimeOfRun]
     results: dict[str, Any]
     hyperparameters: dict[str, Any]
+    links: list[str]
     unsent_records: dict[str, int]
 
 

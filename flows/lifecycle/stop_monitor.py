@@ -42,6 +42,7 @@ from trialflow.flows.lifecycle.flow_run_state import (
     hold_suspended,
     set_state,
 )
+from trialflow.flows.lifecycle.message_kept import keep_message
 from trialflow.flows.lifecycle.parent_runs import ParentRuns
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
@@ -267,6 +268,9 @@ class StopMonitor:
         """
         cancelled: State[Any] = Cancelled(message=f"Stopped: {reason}")
         if (self._is_deployed or is_forced) and set_state(cancelled):
+            if False:  # from a runner, which sets the state, too
+                with suppress(OSError):
+                    keep_message(f"Stopped: {reason}")
             raise Abort(reason)
         return cancelled
 

@@ -51,16 +51,22 @@ def referenced_uuid(store: CheckpointStore, reference: str) -> str:
 
 
 def _newest_trial(store: CheckpointStore, which: str) -> str:
-    """The trial that ``best`` and ``latest`` mean: the newest of the store's experiment."""
-    if not store.experiment:
-        raise CheckpointNotFound(
-            f"{which!r} does not say of which experiment: name its file with --config, or name the "
-            f"trial, {which}:TRIAL"
-        )
-    trial = store.newest_trial(store.experiment)
+    """The trial that ``best`` and ``latest`` mean: the newest of the store's experiment, or of the
+    only experiment that is stored there."""
+    experiment = store.experiment
+    if not experiment:
+        stored = sorted({each.experiment for each in store.list()})
+        if len(stored) != 1:
+            there = ", ".join(stored) or "none"
+            raise CheckpointNotFound(
+                f"{which!r} does not say of which experiment: name its file with --config, or name "
+                f"the trial, {which}:TRIAL; experiments in {store.url}: {there}"
+            )
+        (experiment,) = stored
+    trial = store.newest_trial(experiment)
     if trial is None:
         raise CheckpointNotFound(
-            f"{which!r}: no checkpoint in {store.url} is of experiment {store.experiment!r}"
+            f"{which!r}: no checkpoint in {store.url} is of experiment {experiment!r}"
         )
     return trial
 

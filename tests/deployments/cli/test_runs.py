@@ -68,7 +68,8 @@ def test_as_json(store: CheckpointStore, capsys: pytest.CaptureFixture[str]) -> 
     outcome.store, outcome.trial = store, "gpt-7"
     ledger = json.loads(outcome.line())["ledger"]
     # It has not saved.
-    assert {**ledger, "results": {}, "hyperparameters": {}, "unsent_records": {}} == {
+    of_saved = {"results": {}, "hyperparameters": {}, "links": []}
+    assert {**ledger, **of_saved, "unsent_records": {}} == {
         name: shown[name] for name in shown if name not in PRINTED_BY_ALL
     }
 
@@ -100,7 +101,8 @@ def compared(tmp_path: Path) -> str:
     """The URL of a storage with two trials, the second of which has improved and then not."""
     store = CheckpointStore(f"file://{tmp_path}/storage")
     for trial, lr, losses in (("gpt-a", 0.1, [0.5]), ("gpt-b", 0.25, [0.3, 0.7])):
-        history = ReportHistory(ended="completed" if trial == "gpt-a" else "")
+        ended = "completed" if trial == "gpt-a" else ""
+        history = ReportHistory(ended=ended, links={"Prefect": f"http://prefect/{trial}"})
         for number, loss in enumerate(losses):
             batches = 7 * (number + 1)
             store.commit(
@@ -175,7 +177,7 @@ def test_trials_are_compared_by_what_differs_and_their_results(
 def test_one_trial_is_shown_with_its_results(
     compared: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And its hyperparameters, before the ledger of its runs."""
+    """And its hyperparameters and its page, before the ledger of its runs."""
     assert main(["runs", "show", "gpt-b", "--storage", compared]) == 0
     assert "lr 0.25" in printed(capsys)  # a trial without a ledger, as an imported one
     CheckpointStore(compared).storage.write(layout.ledger_key("gpt-b", 1), encode_json(run_time(1)))
@@ -184,11 +186,14 @@ def test_one_trial_is_shown_with_its_results(
     assert lines[0] == "gpt-b"
     assert lines[2:].index("best loss 0.3") < lines[2:].index("lr 0.25")
     assert "width 64" in lines
+    assert "ended not yet, or it was killed" in lines
+    assert "Prefect http://prefect/gpt-b" in lines
     assert any(line.startswith("gpt-b: goodput") for line in lines)
     assert main(["runs", "show", "gpt-b", "--storage", compared, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["results"]["best_loss"] == 0.3
     assert shown["hyperparameters"] == {"lr": 0.25, "width": 64, "of.optimizer": "gpt-b"}
+    assert shown["links"] == ["http://prefect/gpt-b"]
 
 
 def test_trackers_that_lack_records_are_named(

@@ -31,8 +31,12 @@ pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
 def test_a_cancelled_run_saves_first(scene: Scene) -> None:
-    """After Cancel the last batch is saved, the state is Cancelled, and no process is left."""
+    """After Cancel the last batch is saved, the state is Cancelled, and no process is left. The
+    state's message says where it saved, although the worker has set its own in between."""
     assert_a_cancel_saves(scene)
+    assert scene.history().count("Cancelled") == 3
+    message = scene.run()["state"]["message"]
+    assert f"; saved at batch {scene.saved()}, checkpoint " in message
 
 
 @pytest.mark.long

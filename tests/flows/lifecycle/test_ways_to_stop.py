@@ -127,7 +127,7 @@ def test_a_stopped_run(
         scene.until_state(row.state)
         assert_nothing_left(scene, ports)
         assert scene.state() == row.state
-        # A worker that killed it after 30 s says so in the message. Prefect writes a parent's.
+        # Prefect writes a parent's message.
         if row.state == "Cancelled" and row.way not in (own_flow, served_own_flow):
             message = scene.run()["state"]["message"]
             assert message.startswith("Stopped: ")

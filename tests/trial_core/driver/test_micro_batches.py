@@ -115,3 +115,12 @@ def test_tune_batch_finds_the_largest(here: Path) -> None:
         "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "data_parallel_ranks": 2,
     }  # fmt: skip
     assert not list(here.glob("home/checkpoints/manifests/*/*"))
+
+
+@pytest.mark.long
+def test_tune_batch_refuses_a_pytorch_trial(here: Path) -> None:
+    """It says that this is no DeepSpeedTrial, and nothing of its loader."""
+    write_experiment(here, entrypoint="pytorch_trials:Small", hyperparameters={"record": str(here)})
+    done = trialflow(here, "tune-batch")
+    assert done.returncode == 2
+    assert "pytorch_trials:Small is no DeepSpeedTrial, so it has no micro-batch" in done.stderr

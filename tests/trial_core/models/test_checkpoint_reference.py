@@ -113,6 +113,10 @@ def test_the_best_and_the_latest_of_a_trial(tmp_path: Path, config: dict[str, An
     )  # fmt: skip
     assert open_checkpoint(store, "best") == own[1]
     assert open_checkpoint(store, "latest").uuid == own[3].uuid
+    with pytest.raises(CheckpointNotFound, match=r"of which experiment: .*: gpt, other$"):
+        referenced_uuid(CheckpointStore(str(tmp_path)), "best")
+    store.delete(store.list("other-1")[0])
+    assert open_checkpoint(CheckpointStore(str(tmp_path)), "best") == own[1]
     assert referenced_uuid(store, "best:gpt-1") == older.uuid
     assert referenced_uuid(store, "latest:gpt-1") == older.uuid
     # The direction that counts is that of the trial's last run.
@@ -124,7 +128,6 @@ def test_the_best_and_the_latest_of_a_trial(tmp_path: Path, config: dict[str, An
 @pytest.mark.parametrize(
     ("experiment", "reference", "says"),
     [
-        ("", "best", "'best' does not say of which experiment: name its file with --config"),
         ("gtp", "latest", "'latest': no checkpoint in file://.* is of experiment 'gtp'"),
         ("gpt", "best:gpt-9", "trial 'gpt-9' has no checkpoint in file://"),
         ("gpt", "latest:gpt-9", "trial 'gpt-9' has no checkpoint in file://"),

@@ -165,7 +165,10 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     tell_changes(launch, point, ranks[0].settings)
     launch.answers.epoch = ranks[0].epoch
     launch.answers.loads_micro_batches = all(r.loads_micro_batches is not False for r in ranks)
-    if launch.micro_batch_samples is not None and not launch.answers.loads_micro_batches:
+    topology = launch.answers.topology
+    has_micro_batches = topology is not None and topology.micro_batch_samples > 0
+    is_other_size = launch.micro_batch_samples is not None and has_micro_batches
+    if is_other_size and not launch.answers.loads_micro_batches:
         raise TrialError(
             "the memory is too small for the configured micro-batches, and the training loader "
             "does not take smaller ones: its batch_size is another number than "

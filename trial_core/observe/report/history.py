@@ -55,6 +55,7 @@ class ReportHistory(msgspec.Struct, kw_only=True):
 
     written_at: str = ""  # when it was last stored
     ended: str = ""  # how the last run ended; empty while it runs, and if it was killed
+    links: dict[str, str] = {}  # pages of that run elsewhere, by their names
     curves: dict[Curve, list[Point]] = {}  # in the order of batches
     checkpoints: list[SavedCheckpoint] = []  # oldest first; of many only the newest and the best
     unlisted: int = 0  # checkpoints that exist, too

@@ -107,6 +107,7 @@ class Report(Observer):
             self._previous_end = earlier.ended or KILLED
             earlier.ended = ""
             self._facts.history = earlier
+        self._facts.history.links = dict(links)
         self._text = ""
         self._lock, self._writing = threading.RLock(), threading.Lock()
         self._has_changed = threading.Event()
