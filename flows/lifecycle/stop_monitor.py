@@ -268,7 +268,7 @@ class StopMonitor:
         """
         cancelled: State[Any] = Cancelled(message=f"Stopped: {reason}")
         if (self._is_deployed or is_forced) and set_state(cancelled):
-            if False:  # from a runner, which sets the state, too
+            if self._signals.received is not None:  # from a runner, which sets the state, too
                 with suppress(OSError):
                     keep_message(f"Stopped: {reason}")
             raise Abort(reason)

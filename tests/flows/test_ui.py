@@ -143,11 +143,11 @@ def test_an_example_warns_of_nothing(prefect_server: PrefectServer, here: Path) 
         keep(browser, "run.png", box=(256, 0, 1325, 520))
         seen.open_report(done, "batch 480 of 480")
         assert "Events" not in browser.text
-        keep(browser, "report.png", box=(256, 178, 918, 1500))
+        keep(browser, "report.png", box=(256, 178, 918, 1440))
     with chromium(width=900, height=1300) as browser:
         (report,) = (here / "home").rglob("report.html")
         browser.open(report.as_uri(), "batch 480 of 480")
-        keep(browser, "report-html.png", box=(0, 0, 885, 770))
+        keep(browser, "report-html.png", box=(0, 0, 885, 850))
 
 
 def test_a_flow_of_ones_own(
