@@ -233,10 +233,9 @@ def show(trial: TrialId, /, *, place: StoragePlace = HERE, json_: AsJson = False
     if json_:
         results = {} if saved is None else _with_json_names(saved.results)
         values = {} if saved is None else saved.hyperparameters
-        links = [] if saved is None else [*saved.history.links.values()]
+        links: list[str] = [] if saved is None else [*saved.history.links.values()]
         own = {"results": results, "hyperparameters": values, "links": links}
-        own["unsent_records"] = unsent
-        print_json("runs show", {**ledger.to_json(), **own})
+        print_json("runs show", {**ledger.to_json(), **own, "unsent_records": unsent})
         return
     for name, count in unsent.items():
         print(
