@@ -50,7 +50,7 @@ trial_core.search.log: SearchRecord.search SearchRecord.at SearchRecord.by Opene
   Opened.searcher Opened.hyperparameters Opened.data Changed.searcher
   Begun.hyperparameters Exited.why
 trial_core.observe.report.history: Point.values Event.at Event.what ReportHistory.written_at
-  ReportHistory.ended
+  ReportHistory.ended ReportHistory.links
 trial_core.observe.ledger.time_ledger: RunTime.by RunTime.slot_milliseconds
 trial_core.observe.trackers.records: Described.parameters Described.tags Metrics.values
   Committed.uuid Committed.url Committed.digest Deleted.uuid Noted.text RunEnded.outcome
