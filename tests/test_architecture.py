@@ -19,6 +19,7 @@ import pytest
 
 from trial_core.common.python_source import without_collections
 
+pytestmark = pytest.mark.xdist_group("architecture")  # one process parses all modules
 ROOT = Path(__file__).parents[1]
 # Trials that `trialflow init` copies: users' code, which trialflow itself never imports.
 TRIAL_TEMPLATES = ROOT / "deployments" / "trial_templates"
@@ -144,6 +145,7 @@ def is_rank_half(module: str) -> bool:
     )
 
 
+@functools.cache
 def imported(module: str) -> set[str]:
     """Our own modules that `module` imports, also inside functions and for types alone."""
     return _of_ours(ast.walk(_tree(module))) - {module}

@@ -69,7 +69,8 @@ def cases() -> list[Any]:
             if getattr(row, column) == NONE or (key == "scale" and trial == "Deep"):
                 continue
             is_default = way == DEFAULT and key not in FAILING
-            marks = [pytest.mark.xdist_group(f"resuming {way}")]
+            # The default way's tests share the warm ranks of all others.
+            marks = [] if way == DEFAULT else [pytest.mark.xdist_group(f"resuming {way}")]
             found.append(
                 pytest.param(
                     way, key, id=f"{key}-{way}",

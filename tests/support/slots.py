@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,7 +52,7 @@ from trial_core.messages import (
     Validated,
 )
 from trial_core.processes.machine.accelerators import count_accelerators
-from trial_core.processes.slots.fork_server import ForkServer
+from trial_core.processes.slots.fork_server import ForkServer, ServerProcess
 from trial_core.processes.slots.launcher import Launcher, launch_locally
 from trial_core.processes.slots.rank_main import TRIAL_MODULES
 from trial_core.processes.slots.slot_group import SlotGroup
@@ -371,14 +371,43 @@ def lines(folder: Path, name: str, rank: int) -> list[Any]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+class SharedForkServer(ForkServer):
+    """A fork server for groups of all sizes at once: its process imports torch and DeepSpeed once.
+
+    It has the variables of its first group, with one thread; later ones reach the ranks alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(TRIAL_MODULES, late=("",))
+        self._known: dict[str, str] = {}
+
+    def prepare(
+        self, environment: Mapping[str, str], working_dir: Path, log: Path
+    ) -> ServerProcess:
+        """Part of `ForkServer`."""
+        self._known = {**self._known, **environment, "OMP_NUM_THREADS": "1"}
+        return super().prepare(self._known, working_dir, log)
+
+
 @pytest.fixture(scope="session")
-def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
+def warm_server() -> Iterator[ForkServer]:
+    """Forks ranks that have imported what a trial needs; for tests that end their own group."""
+    with SharedForkServer() as server:
+        yield server
+
+
+def warm_group(server: ForkServer, world_size: int, **more: Any) -> OwnSlots:
+    """A group that its test ends, of ranks of the fixture `warm_server`."""
+    return OwnSlots(world_size, working_dir=TOY, launcher=partial(launch_locally, server), **more)
+
+
+@pytest.fixture(scope="session")
+def warm_slots(warm_server: ForkServer) -> Iterator[Callable[[int], SlotGroup]]:
     """Warm groups by number of ranks, each started on first use, and again after a failure.
 
     On a machine with fewer GPUs than ranks, where ranks use GPUs, the test is skipped.
     """
     groups: dict[int, WarmSlots] = {}
-    servers: dict[int, ForkServer] = {}
     gpus = count_accelerators()
 
     def group(world_size: int) -> SlotGroup:
@@ -386,15 +415,12 @@ def warm_slots() -> Iterator[Callable[[int], SlotGroup]]:
             pytest.skip(f"needs {world_size} GPUs")
         if world_size in groups and groups[world_size].has_ended:
             groups.pop(world_size).close()
-        if world_size not in servers:
-            servers[world_size] = ForkServer(TRIAL_MODULES)
         if world_size not in groups:
             groups[world_size] = WarmSlots(
-                world_size, working_dir=TOY, launcher=partial(launch_locally, servers[world_size])
+                world_size, working_dir=TOY, launcher=partial(launch_locally, warm_server)
             )
         return groups[world_size]
 
     yield group
-    for world_size, started in groups.items():
+    for started in groups.values():
         started.close()
-        servers[world_size].close()

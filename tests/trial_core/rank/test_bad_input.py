@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.slots import TOY, OwnSlots, drive, lines, toy_config
+from tests.support.slots import TOY, drive, lines, toy_config, warm_group
 from trial_core.errors import RankFailed, TrialError
+from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.trainer.entrypoint import load_trial_class
 
 BESIDE = ", ".join(sorted(path.stem for path in TOY.glob("*.py")))
@@ -71,12 +72,12 @@ def test_a_trial_that_still_imports_determined(
 
 @pytest.mark.long
 @pytest.mark.slots
-def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
+def test_a_trial_that_breaks_a_rule(warm_server: ForkServer, tmp_path: Path) -> None:
     """The driver reports the trial's mistake, not a crash."""
     config = toy_config(
         tmp_path, 2, entrypoint="bad_trials:StepsOnce", hyperparameters={"accumulation": 2}
     )
-    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with warm_group(warm_server, 1) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.is_trial_mistake
     assert str(failure.value.error_message).startswith(
@@ -87,10 +88,12 @@ def test_a_trial_that_breaks_a_rule(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.slots
-def test_a_state_that_no_run_would_read_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+def test_a_state_that_no_run_would_read_is_refused_when_it_is_saved(
+    warm_server: ForkServer, tmp_path: Path
+) -> None:
     """As the trial's mistake: a restart would fail again."""
     config = toy_config(tmp_path, 1, entrypoint="state_trials:UnreadableState")
-    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with warm_group(warm_server, 1) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.is_trial_mistake
     assert failure.value.during == "checkpoint-save"
@@ -100,13 +103,13 @@ def test_a_state_that_no_run_would_read_is_refused_when_it_is_saved(tmp_path: Pa
 
 
 @pytest.mark.slots
-def test_a_trials_exception_shows_the_trials_code(tmp_path: Path) -> None:
+def test_a_trials_exception_shows_the_trials_code(warm_server: ForkServer, tmp_path: Path) -> None:
     """The traceback begins in the trial. The callbacks are shut down before the rank ends."""
     config = toy_config(
         tmp_path, 1, entrypoint="bad_trials:RaisesInEvaluation",
         hyperparameters={"record": str(tmp_path)},
     )  # fmt: skip
-    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with warm_group(warm_server, 1) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert not failure.value.is_trial_mistake
     assert (failure.value.error_type, failure.value.during) == ("KeyError", "validate")

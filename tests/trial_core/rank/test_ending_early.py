@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.slots import TOY, OwnSlots, build, drive, lines, toy_config
+from tests.support.slots import build, drive, lines, toy_config, warm_group
 from tests.support.tensors import differing, tensors
 from trial_core.errors import Stalled
 from trial_core.messages import BuildLoadersAndRestore, ReadyToTrain, TrainBatches, Trained
+from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -141,11 +142,11 @@ def test_no_batch_begins_after_a_stop(warm_slots: Warm, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_hung_ranks_are_detected_with_their_stacks(tmp_path: Path) -> None:
+def test_hung_ranks_are_detected_with_their_stacks(warm_server: ForkServer, tmp_path: Path) -> None:
     """After the stall timeout the group ends; the error and the logs have each rank's stack."""
     hparams = {"at_batch": 1, "do": "sleep", "do_rank": 1}
     config = toy_config(tmp_path, hyperparameters=hparams)
-    with OwnSlots(2, working_dir=TOY, log_dir=tmp_path / "logs") as slots:
+    with warm_group(warm_server, 2, log_dir=tmp_path / "logs") as slots:
         build(slots, config, tmp_path)
         slots.request(BuildLoadersAndRestore(batches_trained=0, checkpoint=None), ReadyToTrain)
         slots.request(TrainBatches(until=1), Trained, stall_seconds=TIMEOUT_SECONDS)

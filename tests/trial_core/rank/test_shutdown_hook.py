@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from tests.support.fitting import fit_toys
-from tests.support.slots import TOY, OwnSlots, drive, lines, toy_config
+from tests.support.slots import drive, lines, toy_config, warm_group
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import RankFailed
 from trial_core.messages import RunHook
+from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.pytorch import PyTorchCallback
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.controller import Controller
@@ -91,11 +92,13 @@ def test_a_callback_that_cannot_shut_down_does_not_keep_the_others_from_it(tmp_p
 @pytest.mark.long
 @pytest.mark.slots
 @pytest.mark.parametrize("do", ["raise", "kill"])
-def test_all_ranks_shut_down_after_a_failure(tmp_path: Path, do: str) -> None:
+def test_all_ranks_shut_down_after_a_failure(
+    warm_server: ForkServer, tmp_path: Path, do: str
+) -> None:
     """The rank that raised, and the one whose collective then fails; not a rank that was killed."""
     hparams = {"record": str(tmp_path), "at_batch": 1, "do": do, "do_rank": 1}
     config = toy_config(tmp_path, 2, hyperparameters=hparams)
-    with OwnSlots(2, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with warm_group(warm_server, 2) as slots, pytest.raises(RankFailed) as failure:
         drive(slots, config, tmp_path)
     assert failure.value.rank == 1
     for rank in (0, 1) if do == "raise" else (0,):

@@ -16,9 +16,10 @@ import pytest
 
 from tests.support.processes import alive, descendants, kill, wait_until_gone
 from tests.support.ranks import ROOT
-from tests.support.slots import ONE_TWO_FOUR, TOY, OwnSlots, build, toy_config
+from tests.support.slots import ONE_TWO_FOUR, OwnSlots, build, toy_config, warm_group
 from trial_core.errors import LaunchError, RankFailed, SlotsError
 from trial_core.messages import BuildLoadersAndRestore, Done, Ping, ReadyToTrain
+from trial_core.processes.slots.fork_server import ForkServer
 
 pytestmark = pytest.mark.slots
 
@@ -210,9 +211,11 @@ def test_ranks_end_although_a_forked_child_of_their_driver_lives(tmp_path: Path)
             kill([child, *ranks])
 
 
-def test_a_death_is_noticed_although_a_forked_child_lives(tmp_path: Path) -> None:
+def test_a_death_is_noticed_although_a_forked_child_lives(
+    warm_server: ForkServer, tmp_path: Path
+) -> None:
     """The child has a copy of the connection, so the driver watches the process, too."""
-    with OwnSlots(1, working_dir=TOY) as slots:
+    with warm_group(warm_server, 1) as slots:
         build(slots, toy_config(tmp_path, entrypoint="bad_trials:Forks"), tmp_path)
         (rank,) = slots.pids
         (child,) = descendants(rank)
@@ -257,10 +260,10 @@ def test_an_interrupt_while_closing_leaves_no_process(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_invalid_message_is_the_first_cause(tmp_path: Path) -> None:
+def test_an_invalid_message_is_the_first_cause(warm_server: ForkServer, tmp_path: Path) -> None:
     """Not the rank's exit, which follows it."""
     config = toy_config(tmp_path, entrypoint="bad_trials:TalksNonsense")
-    with OwnSlots(1, working_dir=TOY) as slots, pytest.raises(RankFailed) as failure:
+    with warm_group(warm_server, 1) as slots, pytest.raises(RankFailed) as failure:
         build(slots, config, tmp_path)
     assert failure.value.error_type == "ProtocolError"
     assert "sent an invalid message" in str(failure.value)
