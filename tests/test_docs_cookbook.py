@@ -30,7 +30,7 @@ class Cooked(NamedTuple):
     saved: dict[str, Any]
 
 
-pytestmark = [pytest.mark.slots, pytest.mark.xdist_group("cookbook")]
+pytestmark = pytest.mark.slots
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(folder: Path) -> Iterator[SlotGroup]:
+def ranks(folder: Path, warm_server: ForkServer) -> Iterator[SlotGroup]:
     """Two ranks, which import what is in the folder."""
-    server = ForkServer(["trial_core.pytorch"])
-    group = OwnSlots(2, working_dir=folder, launcher=partial(launch_locally, server))
-    yield group
-    group.close()
-    server.close()
+    launcher = partial(launch_locally, warm_server)
+    with OwnSlots(2, working_dir=folder, launcher=launcher) as group:
+        yield group
 
 
 @pytest.fixture

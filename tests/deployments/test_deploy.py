@@ -40,6 +40,7 @@ from trialflow.deployments.automations import (
     crash_lost_starts,
 )
 from trialflow.deployments.cli.deploy import file_schedules, resolve_pool, wanted_resources
+from trialflow.deployments.cli.main import main
 from trialflow.deployments.cli.up import location_warnings
 from trialflow.deployments.desired_state import check_pool_name, deployments
 from trialflow.deployments.flow_deployment import working_folder
@@ -335,16 +336,19 @@ def test_the_commands_output(
 
 
 def test_an_experiment_is_run_on_a_schedule(
-    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
-) -> None:
+    client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     """By the deployment of its flow, with the experiment; its file changes and removes it."""
     path = write_experiment(tmp_path)
+    monkeypatch.chdir(tmp_path)
 
     def command(*arguments: str) -> str:
-        deploying = ("deploy", path.name, *arguments)
-        done = trialflow(tmp_path, *deploying, variables=prefect_server.environment)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        with prefect_server.configured():
+            code = main(["deploy", path.name, *arguments])
+        said = capsys.readouterr()
+        assert code == 0, said.err
+        return said.out
 
     def schedules() -> list[tuple[Any, ...]]:
         found = client.read_deployment_by_name("train/train").schedules

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cli import trialflow, write_experiment
+from tests.support.cli import write_experiment
 from tests.support.flow import one_slot, stages, train
 from tests.support.json_types import check_json
 from tests.support.manifests import new_manifest
@@ -27,6 +27,7 @@ from trial_core.errors import (
     StorageError,
 )
 from trial_core.schedule.stop_requests import StopHandler
+from trialflow.deployments.cli.main import main
 from trialflow.flows import evaluate as evaluate_flow
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
@@ -60,7 +61,9 @@ def damage(config: ExperimentConfig, uuid: str) -> None:
     store.storage.remove(weights.key(uuid))
 
 
-def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, here: Path) -> None:
+def test_the_newest_checkpoint_on_other_slots(
+    prefect_server: PrefectServer, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`trialflow evaluate`: a checkpoint of one slot gives the same metrics on two.
 
     As JSON and as a table on the run's page. Nothing is trained, and no claim is left.
@@ -71,9 +74,9 @@ def test_the_newest_checkpoint_on_other_slots(prefect_server: PrefectServer, her
         here, hyperparameters={"record": str(here), "zero_stage": 3},
         resources={"slots_per_trial": 2}, checkpoint_storage=storage,
     )  # fmt: skip
-    command = trialflow(here, "evaluate", str(path), "--json", variables=prefect_server.environment)
-    assert command.returncode == 0, command.stderr
-    printed = check_json(json.loads(command.stdout))
+    capsys.readouterr()
+    assert main(["evaluate", str(path), "--json"]) == 0
+    printed = check_json(json.loads(capsys.readouterr().out))
     assert printed["checkpoint"] == result.checkpoint_uuid
     assert (printed["trial"], printed["batches_trained"]) == (result.trial, 8)
     assert printed["metrics"] == pytest.approx(result.validation_metrics, rel=1e-5)

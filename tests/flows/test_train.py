@@ -257,6 +257,7 @@ def test_s3_storage(here: Path, moto_s3: S3Server) -> None:
     resumes_over_s3(here, moto_s3)
 
 
+@pytest.mark.long  # test_storage_block trains on it by default
 @pytest.mark.gateway
 def test_a_real_s3_gateway(here: Path, ceph_s3: S3Server) -> None:
     """On a real gateway."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -26,17 +26,22 @@ class WarmForkServer(ForkServer):
     """A fork server whose process outlives its run, for later ones with the same variables.
 
     What a run of its own would lose with it is gone: ranks have ended before, and the links to
-    memory that it keeps are deleted.
+    memory that it keeps are deleted. One process starts runs of any number of ranks.
     """
 
+    of_a_size = ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     processes: ClassVar[dict[Any, ServerProcess]] = {}
+
+    def __init__(self, preload: Sequence[str] = (), late: Sequence[str] = ()) -> None:
+        super().__init__(preload, (*late, *self.of_a_size))
 
     def prepare(
         self, environment: Mapping[str, str], working_dir: Path, log: Path
     ) -> ServerProcess:
         """Part of `ForkServer`."""
         variables = {key: environment[key] for key in environment if key != "PYTEST_CURRENT_TEST"}
-        of = (self._preload, tuple(sorted(variables.items())))
+        of_all = sorted(variables.keys() - {*self.of_a_size})
+        of = (self._preload, tuple((key, variables[key]) for key in of_all))
         self._process = self.processes.get(of)
         self.processes[of] = super().prepare(variables, working_dir, log)
         return self.processes[of]

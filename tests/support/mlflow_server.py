@@ -9,12 +9,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import httpx
-from mlflow.tracking import MlflowClient
 
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from mlflow.tracking import MlflowClient
 
 
 class MlflowServer:
@@ -31,6 +34,8 @@ class MlflowServer:
     @property
     def client(self) -> MlflowClient:
         """A client of the server."""
+        from mlflow.tracking import MlflowClient  # takes seconds
+
         return MlflowClient(self.url)
 
     def start(self) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ TIMEOUT_SECONDS = 300
 
 # Forks all ranks after one import of torch, which takes seconds.
 LAUNCHER = """
-import json, os, sys, traceback
+import importlib, json, os, sys, traceback
 import torch.distributed
 
-program, ranks = json.load(sys.stdin)
+program, preload, ranks = json.load(sys.stdin)
+for module in preload:
+    importlib.import_module(module)
 for environment, output, errors in ranks:
     if os.fork() == 0:
         os.environ.update(environment)
@@ -39,12 +42,17 @@ for _ in ranks:
 
 
 def run_ranks(
-    program: str, world_size: int, local_size: int | None = None, **environment: str
+    program: str,
+    world_size: int,
+    local_size: int | None = None,
+    preload: Sequence[str] = (),
+    **environment: str,
 ) -> list[dict[str, Any]]:
     """Run a Python program on every rank; returns the last lines they print, parsed as JSON.
 
     Args:
         local_size: ranks per machine; less than `world_size` simulates several machines.
+        preload: modules that are imported once for all ranks.
         environment: additional variables for every rank.
     """
     local_size = local_size or world_size
@@ -76,7 +84,7 @@ def run_ranks(
             env=base, stdin=subprocess.PIPE, text=True, start_new_session=True,
         ) as launcher:  # fmt: skip
             try:
-                launcher.communicate(json.dumps([program, ranks]), timeout=TIMEOUT_SECONDS)
+                launcher.communicate(json.dumps([program, preload, ranks]), timeout=TIMEOUT_SECONDS)
             except BaseException:
                 os.killpg(launcher.pid, signal.SIGKILL)
                 raise

@@ -1,4 +1,7 @@
-"""Reads back what trackers show of a trial, by their own readers where they have one."""
+"""Reads back what trackers show of a trial, by their own readers where they have one.
+
+These are imported on use: that takes a second, in each process that collects the tests.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from wandb.proto import wandb_internal_pb2
-
 Points = list[tuple[int, float]]
 _BLOCK, _HEADER = 32768, 7
 
 
 def in_tensorboard(folder: Path, tag: str) -> Points:
     """The points of a tag in a folder of event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     accumulator = EventAccumulator(str(folder), {"scalars": 0})
     accumulator.Reload()
     return [(each.step, each.value) for each in accumulator.Scalars(tag)]
@@ -54,6 +56,8 @@ def in_wandb(folders: list[Path], name: str) -> Points:
 
 def wandb_records(file: Path) -> Iterator[Any]:
     """The records of an offline file: LevelDB's log format after a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
     data, offset, pending = file.read_bytes(), _HEADER, b""
     while offset + _HEADER <= len(data):
         if (left := _BLOCK - offset % _BLOCK) < _HEADER:

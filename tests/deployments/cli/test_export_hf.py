@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from trial_core.processes.slots.slot_group import SlotGroup
 from trialflow.deployments.cli.main import main
 
 pytestmark = pytest.mark.slots
-transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+for needed in ("transformers", "peft"):  # importing them takes seconds
+    if find_spec(needed) is None:
+        pytest.skip(f"needs {needed}", allow_module_level=True)
 
 
 def long(*values: Any) -> Any:
@@ -80,13 +82,15 @@ def test_a_model_opens_with_from_pretrained(
     run: Callable[..., Path], tmp_path: Path, zero_stage: int | None, bf16: bool
 ) -> None:
     """In its own precision, in shards, with its ties, generation config and tokenizer."""
+    from transformers import AutoModelForCausalLM
+
     folder = run(False, zero_stage, bf16)
     options = ["--format", "hf", "--max-shard-size", "2KB"]
     if bf16:
         options += ["--dtype", "16bit"]
     assert export(folder, tmp_path / "model", *options) == 0
-    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    expected = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = AutoModelForCausalLM.from_pretrained(folder / "saved")
     assert opened.dtype == (torch.bfloat16 if bf16 else torch.float32)
     assert_equal(state(opened), state(expected))
     assert opened.lm_head.weight is opened.transformer.wte.weight
@@ -101,17 +105,20 @@ def test_an_adapter_is_exported_alone_or_merged(
     run: Callable[..., Path], tmp_path: Path, zero_stage: int
 ) -> None:
     """As peft itself saves and merges it."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
     folder = run(True, zero_stage, False)
     assert export(folder, tmp_path / "adapter", "--format", "adapter") == 0
     assert export(folder, tmp_path / "model", "--format", "hf") == 0
 
     def adapted(adapter: Path) -> Any:
-        base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
-        return peft.PeftModel.from_pretrained(base, adapter)
+        base = AutoModelForCausalLM.from_pretrained(folder / "base")
+        return PeftModel.from_pretrained(base, adapter)
 
     ours, theirs = adapted(tmp_path / "adapter"), adapted(folder / "saved")
     assert_equal(state(ours), state(theirs))
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert_equal(state(merged), state(theirs.merge_and_unload()))
 
 

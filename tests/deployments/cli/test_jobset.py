@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import yaml
-from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
 from pydantic import ValidationError
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
@@ -66,6 +65,8 @@ def container(job: dict[str, Any]) -> dict[str, Any]:
 def check(jobset: dict[str, Any]) -> None:
     """Compare with the published schema. The models drop unknown fields, so what they return is
     compared with what they got."""
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+
     known = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(jobset))
     assert known is not None
     assert known.to_dict() == jobset

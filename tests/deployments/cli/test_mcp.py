@@ -7,11 +7,10 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from anyio.from_thread import start_blocking_portal
-from mcp import Client, StdioServerParameters, stdio_client
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
 from tests.support.json_types import check_json
@@ -20,6 +19,9 @@ from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines
 from tests.support.waiting import until
 from trial_core.checkpoint.manifest import Manifest
+
+if TYPE_CHECKING:
+    from mcp import Client
 
 ENDLESS = 10**6
 READING = ["compare", "list", "logs", "show"]
@@ -54,6 +56,8 @@ class Tools:
 @contextmanager
 def serving(folder: Path, *options: str, **variables: str) -> Iterator[Tools]:
     """`trialflow mcp` in a folder."""
+    from mcp import Client, StdioServerParameters, stdio_client  # takes a second
+
     program, *words = TRIALFLOW
     environment = environment_in(folder, variables)
     with (folder / "mcp.log").open("w") as log, start_blocking_portal() as portal:

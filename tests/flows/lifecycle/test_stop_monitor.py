@@ -107,7 +107,7 @@ def preempted_and_unable_to_save(flow_run: UUID, stopping: StopHandler) -> None:
 @pytest.mark.parametrize(
     ("act", "state"),
     [
-        (suspended, "Suspended"),
+        pytest.param(suspended, "Suspended", marks=pytest.mark.long),
         (suspended_and_resumed, "Scheduled"),
         (marked_crashed, "Crashed"),
         pytest.param(marked_failed, "Failed", marks=pytest.mark.long),
@@ -149,9 +149,10 @@ def stopped_too_early(flow_run: UUID, stopping: StopHandler) -> None:
             cancelled_through_a_worker,
             "stopped: cancelled (in Prefect); saved at batch 10, checkpoint 4f0c21aa",
         ),
-        (
+        pytest.param(
             stopped_too_early,
             "stopped: cancelled (in Prefect); nothing to save: training had not begun",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             preempted,
@@ -185,7 +186,12 @@ SHUTDOWN_FAILED = RankFailed(
 
 
 @pytest.mark.parametrize(
-    "failure", [SHUTDOWN_FAILED, StorageError("no room for the run files")], ids=type
+    "failure",
+    [
+        SHUTDOWN_FAILED,
+        pytest.param(StorageError("no room for the run files"), marks=pytest.mark.long),
+    ],
+    ids=type,
 )
 def test_a_stop_that_saves_and_then_fails(
     stage: Stage, failure: Exception, monkeypatch: pytest.MonkeyPatch
@@ -303,7 +309,8 @@ def test_a_subflow_is_suspended_with_its_parent(stage: Stage) -> None:
     "pause",
     [
         Suspended,  # the button Pause of the UI
-        Paused,  # `pause_flow_run`, which expects a living process
+        # `pause_flow_run`, which expects a living process
+        pytest.param(Paused, marks=pytest.mark.long),
     ],
     ids=["by the UI", "blocking"],
 )
@@ -438,9 +445,9 @@ def resumed_at_once(flow_run: UUID, monkeypatch: pytest.MonkeyPatch) -> None:
     ("asks", "happens"),
     [
         (crashes, presumed_dead),
-        (resumed_at_once, presumed_dead),
+        pytest.param(resumed_at_once, presumed_dead, marks=pytest.mark.long),
         (parent_stops, superseded_parent),  # parents are not asked of a run that has crashed
-        (crashes, lost_supervisor),
+        pytest.param(crashes, lost_supervisor, marks=pytest.mark.long),
     ],
 )
 def test_what_ends_a_run_that_saves(

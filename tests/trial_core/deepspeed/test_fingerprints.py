@@ -161,7 +161,7 @@ def test_names_that_do_not_fit_the_saved_state_are_refused(
 @pytest.mark.slots
 @pytest.mark.parametrize(
     ("stage", "bf16", "ranks"),
-    [(1, True, 1), (3, False, 2), long(1, False, 2), long(2, True, 2), long(3, True, 1)],
+    [(1, True, 1), long(3, False, 2), long(1, False, 2), long(2, True, 2), long(3, True, 1)],
 )
 def test_a_weight_that_the_trial_changed_itself_is_not_compared(
     warm_slots: Warm, tmp_path: Path, stage: int, bf16: bool, ranks: int

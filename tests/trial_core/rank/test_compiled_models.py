@@ -24,7 +24,7 @@ WAYS = ["before", "after", "in place", "parts", "parts after", "all"]
     ("way", "ranks", "sharding"),
     [
         ("all", 2, "none"),
-        ("all", 2, "fsdp2"),
+        pytest.param("all", 2, "fsdp2", marks=LONG),
         *(pytest.param(way, 1, "none", marks=LONG) for way in WAYS),
         *(
             pytest.param(way, 2, sharding, marks=LONG)

@@ -30,7 +30,7 @@ def epochs(folder: Path, world_size: int, length: int) -> list[list[float]]:
     [
         {},
         pytest.param({"workers": 2}, marks=pytest.mark.long),
-        {"workers": 2, "persistent_workers": True},
+        pytest.param({"workers": 2, "persistent_workers": True}, marks=pytest.mark.long),
         pytest.param(
             {"workers": 2, "persistent_workers": True, "shuffle": False}, marks=pytest.mark.long
         ),

@@ -14,6 +14,7 @@ from tests.support.ranks import run_ranks
 from tests.support.slots import TOY, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.messages import BuildTrial
+from trial_core.processes.slots.rank_main import TRIAL_MODULES
 from trial_core.pytorch.sharded_model import CPU_RANKS_ADD_UP
 
 pytestmark = pytest.mark.slots
@@ -295,7 +296,9 @@ def messages(
             storage=CheckpointStore(config.checkpoint_storage.url).spec,
         )
         requests.append([msgspec.to_builtins(build), case.until])
-    ranks: Any = run_ranks(SCRIPT.read_text(), 2, TRIALS=json.dumps(requests))
+    ranks: Any = run_ranks(
+        SCRIPT.read_text(), 2, preload=TRIAL_MODULES, TRIALS=json.dumps(requests)
+    )
     return [dict(zip(selected, messages, strict=True)) for messages in ranks]
 
 

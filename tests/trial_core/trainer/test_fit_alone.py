@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,19 +20,9 @@ HPARAMS = {"accumulation": 3, "train_samples": 50, "zero_stage": 2}
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs with all kinds of periods, in test mode, stopped, resumed, and with mistakes."""
+    """Runs in test mode, stopped, resumed, and with mistakes."""
     folder = tmp_path_factory.mktemp("alone")
     runs = {
-        # 8 micro-batches per epoch.
-        "periods": run(
-            folder / "periods",
-            {
-                "max_length": {"epochs": 4}, "reporting_period": {"batches": 13},
-                "validation_period": {"batches": [5, 30]}, "checkpoint_period": {"epochs": [1, 3]},
-                "checkpoint_policy": "none",
-            },
-            train_samples=16,
-        ),
         "test": run(folder / "test", {"test_mode": True}),
         "stop": run(folder / "stop", every(5, 50), at_batch=7, do="stop"),
         "metric": run(folder / "metric", {**every(5, 5), "validation_period": {"batches": 2}}),
@@ -73,9 +64,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_periods_in_containers_and_epochs(alone: dict[str, Any]) -> None:
+def test_periods_in_containers_and_epochs(tmp_path: Path) -> None:
     """Validations after 5, 30 and at the end; checkpoints after epochs 1 and 3 and at the end."""
-    folder = alone["folder"] / "periods"
+    folder = tmp_path / "periods"
+    periods = {
+        "max_length": {"epochs": 4}, "reporting_period": {"batches": 13},
+        "validation_period": {"batches": [5, 30]}, "checkpoint_period": {"epochs": [1, 3]},
+        "checkpoint_policy": "none",
+    }  # fmt: skip
+    # 8 micro-batches per epoch.
+    fit_toys("python", tmp_path, run(folder, periods, train_samples=16), ranks=1)
     manifests = store(folder).list()
     assert [each.progress.batches_trained for each in manifests] == [8, 24, 32]
     assert manifests[-1].progress.validated_at == 32
@@ -146,7 +144,7 @@ def test_a_fit_resumes_from_the_newest_intact_checkpoint_and_claims_it(
 
 def test_other_machines_cannot_connect_to_a_script(alone: dict[str, Any]) -> None:
     """Without a launcher, torch.distributed's store listens on the loopback interface alone."""
-    assert alone["periods"]["exposed"] == alone["straight"]["exposed"] == []
+    assert alone["test"]["exposed"] == alone["straight"]["exposed"] == []
 
 
 def test_a_missing_searcher_metric(alone: dict[str, Any]) -> None:

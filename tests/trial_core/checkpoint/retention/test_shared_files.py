@@ -205,7 +205,19 @@ def test_a_copy_in_another_storage_is_complete(
 # ------------------------------------------------------------------------------------ deletion
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+ORDERS = [(0, 1, 2), (2, 1, 0), (1, 0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [
+        *(("file", order) for order in ORDERS),
+        ("s3", (1, 0, 2)),
+        *(pytest.param("s3", order, marks=pytest.mark.long) for order in ORDERS[:2]),
+        *(pytest.param("memory", order, marks=pytest.mark.long) for order in ORDERS),
+    ],
+    indirect=["kind"],
+)
 def test_a_file_stays_while_a_checkpoint_lists_it(
     store: CheckpointStore, tmp_path: Path, order: tuple[int, ...]
 ) -> None:

@@ -46,20 +46,33 @@ def test_a_file_of_several_parts_is_fetched_whole(
     assert stored_files(tmp_path / "target") == files
 
 
+DAMAGE = {
+    "changed": (CHANGED, "has digest sha256:[0-9a-f]{64}, expected sha256:[0-9a-f]{64}"),
+    "truncated": (FILES[DAMAGED][:-1], "has 4999 bytes, expected 5000"),
+    "longer": (FILES[DAMAGED] + b"1", "has 5001 bytes, expected 5000"),
+    "missing": (None, "is missing"),
+}
+
+
 @pytest.mark.parametrize(
-    ("data", "seen"),
+    ("kind", "damage"),
     [
-        (CHANGED, "has digest sha256:[0-9a-f]{64}, expected sha256:[0-9a-f]{64}"),
-        (FILES[DAMAGED][:-1], "has 4999 bytes, expected 5000"),
-        (FILES[DAMAGED] + b"1", "has 5001 bytes, expected 5000"),
-        (None, "is missing"),
+        *(("file", damage) for damage in DAMAGE),
+        ("s3", "truncated"),
+        *(
+            pytest.param("s3", each, marks=pytest.mark.long)
+            for each in DAMAGE
+            if each != "truncated"
+        ),
+        *(pytest.param("memory", each, marks=pytest.mark.long) for each in DAMAGE),
     ],
-    ids=["changed", "truncated", "longer", "missing"],
+    indirect=["kind"],
 )
 def test_a_damaged_file_is_found_and_never_fetched(
-    store: CheckpointStore, tmp_path: Path, data: bytes | None, seen: str
+    store: CheckpointStore, tmp_path: Path, damage: str
 ) -> None:
     """Fetch and verify name the file, its rank and the difference; the target has no part of it."""
+    data, seen = DAMAGE[damage]
     manifest = upload(store, tmp_path / "staging")
     store.commit(manifest)
     assert store.verify(manifest.uuid) == manifest

@@ -7,10 +7,9 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from mlflow import search_traces
-from mlflow.entities import SpanStatusCode, Trace, TraceState
 
 from tests.support.driving import TRIAL, drive
 from tests.support.mlflow_server import MlflowServer, mlflow_server
@@ -19,6 +18,9 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
+
+if TYPE_CHECKING:
+    from mlflow.entities import Trace
 
 ROOT = Path(__file__).parents[4]
 GUIDE = (ROOT / "docs/guides/opentelemetry.md").read_text().partition("## In MLflow")[2]
@@ -40,6 +42,8 @@ def config(folder: Path, batches: int) -> ExperimentConfig:
 
 def found(server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> Trace | None:
     """The trial's only trace, by the guide's filter; None: there is none yet."""
+    from mlflow import search_traces  # takes seconds
+
     monkeypatch.setenv("MLFLOW_TRACKING_URI", server.url)
     (wanted,) = re.findall(r"``(span\.attributes.*?)``", GUIDE)
     wanted = re.sub("%.*%", f"%{TRIAL}%", wanted)
@@ -52,6 +56,8 @@ def test_the_trace_of_a_trial_whose_first_driver_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found while the first attempt trains. The second one adds to it, with the root."""
+    from mlflow.entities import SpanStatusCode, TraceState
+
     monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "60")  # a busy machine drops no span

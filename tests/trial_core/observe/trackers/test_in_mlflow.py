@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from mlflow.exceptions import MlflowException
 
 from tests.support.mlflow_server import MlflowServer
 from trial_core.observe.trackers.in_mlflow import MlflowTracker, quiet_client
@@ -94,6 +93,8 @@ def test_a_run_that_a_person_deletes_refuses_nothing_for_good(
     mlflow: MlflowServer, tracker: MlflowTracker
 ) -> None:
     """It may be restored, and then gets what it lacks. What another run refuses is refused."""
+    from mlflow.exceptions import MlflowException
+
     run = tracker.open("")
     mlflow.client.delete_run(run)
     with pytest.raises(MlflowException, match="must be in the 'active' state"):

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from mlflow.tracking import MlflowClient
 
 from tests.support.driving import TRIAL
 from tests.support.flow import one_slot
@@ -135,6 +134,8 @@ def test_a_sender_that_dies_while_mlflow_makes_its_tables(
     order: SenderOrder, tmp_path: Path
 ) -> None:
     """As one whose time is over, on a slow machine: the next one finds no half of a database."""
+    from mlflow.tracking import MlflowClient
+
     folder = tmp_path / "mlflow"
     order.trackers = {"mlflow": {"tracking_uri": f"sqlite:///{folder}/new.db"}}
     order.patience_seconds = 120.0

@@ -120,7 +120,7 @@ def test_a_tracker_of_ones_own_that_hangs(
 ) -> None:  # fmt: skip
     """It is found by its entry point, and the run's end waits for it for a limited time. The report
     says what it lacks, wherever it is shown, until it has it."""
-    monkeypatch.setattr("trial_core.observe.trackers.tracking.PATIENCE_SECONDS", 2.0)
+    monkeypatch.setattr("trial_core.observe.trackers.tracking.PATIENCE_SECONDS", 0.1)
     lines, hang = here / "lines", here / "hang"
     hang.touch()
     trackers = [{"lines": {"file": str(lines), "hang": str(hang)}}]
@@ -140,6 +140,7 @@ def test_a_tracker_of_ones_own_that_hangs(
     ]
     assert left == []
     hang.unlink()
+    monkeypatch.setattr("trial_core.observe.trackers.tracking.PATIENCE_SECONDS", 60.0)
     drive(one_slot(here, 12, trackers=trackers))
     assert [step for step, _ in LinesTracker.points(lines, "training/loss")] == [4, 8, 12]
     samples = LinesTracker.points(lines, "progress/samples")
