@@ -146,6 +146,7 @@ def test_a_text_shorter_than_a_window_is_refused() -> None:
         Windows(torch.zeros(8, dtype=torch.uint8), 8)
 
 
+@pytest.mark.long
 def test_baselines_of_the_real_text_are_plausible(text: Text) -> None:
     """The previous byte helps, and source code is far from random bytes."""
     counted = baselines(text.training, Windows(text.validation, 128))

@@ -83,7 +83,7 @@ class _Reached(Exception):
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("name", ["train", "evaluate"])
+@pytest.mark.parametrize("name", ["train", pytest.param("evaluate", marks=pytest.mark.long)])
 def test_a_flow_gives_its_devices_to_its_run(
     here: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -76,7 +76,9 @@ def test_a_start_that_no_file_can_have_as_its_name(here: Path) -> None:
         trialflow.flows.train.started_from(one_slot(here, 6), "x" * 300, "toy-0000beef")
 
 
-@pytest.mark.parametrize("flow", [trialflow.flows.train, trialflow.flows.evaluate])
+@pytest.mark.parametrize(
+    "flow", [trialflow.flows.train, pytest.param(trialflow.flows.evaluate, marks=pytest.mark.long)]
+)
 def test_missing_code_reserves_no_accelerators(
     here: Path, prefect_server: PrefectServer, monkeypatch: pytest.MonkeyPatch, flow: Any
 ) -> None:

@@ -118,8 +118,11 @@ def check(store: CheckpointStore, operation: Operation) -> bool:
 
 @pytest.mark.parametrize(
     "name",
-    ["promote", "register"]
-    + [pytest.param(name, marks=pytest.mark.long) for name in ("promote previous", "rollback")],
+    ["promote"]
+    + [
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("register", "promote previous", "rollback")
+    ],
 )
 def test_killed_after_any_request(name: str, template: Path, tmp_path: Path) -> None:
     """The operation is done or not done; champion and previous are intact and never pruned; the

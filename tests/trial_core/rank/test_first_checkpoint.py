@@ -80,7 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
         "hyperparameters": {"global_batch_size": 8},
     },
 }  # fmt: skip
-DEFAULT = ("ZeRO 3", "PyTorch", "odd states, ZeRO 1", "buffers of each rank")
+DEFAULT = ("ZeRO 3", "PyTorch")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,6 @@ PRECISIONS = [
             Precision(f"zero {stage} fp32", f"ZeRO {stage}", zero=stage, is_default=stage == 1),
             Precision(
                 f"zero {stage} bf16", f"ZeRO {stage} in bf16", BF16, stage, tolerance=IN_16_BITS,
-                is_default=stage == 3,
             ),
             Precision(
                 f"zero {stage} fp16", f"ZeRO {stage} in fp16, dynamic loss scale", FP16, stage,
@@ -121,8 +120,7 @@ ZERO_OPTIONS = [
     ),
     Zero("zero.Init", "a model built under `deepspeed.zero.Init`", zero=3, trial=toy("ZeroInit")),
     Zero(
-        "hpz", "hpZ: `zero_hpz_partition_size`", zero(zero_hpz_partition_size=2), 3,
-        is_default=True, fewest=2,
+        "hpz", "hpZ: `zero_hpz_partition_size`", zero(zero_hpz_partition_size=2), 3, fewest=2,
     ),
     Zero(
         "qwz", "`zero_quantized_weights`: needs a GPU", zero(zero_quantized_weights=True), 3,

@@ -21,7 +21,7 @@ from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.observe.events.run_status import UPLOAD
 
-pytestmark = pytest.mark.slots
+pytestmark = [pytest.mark.slots, pytest.mark.long]  # test_run_telemetry has what runs export
 
 
 @dataclass
@@ -92,7 +92,6 @@ def details(spans: list[ReadableSpan]) -> list[Any]:
     return [dict(span.attributes or {}).get("trialflow.stage.detail") for span in spans]
 
 
-@pytest.mark.long
 def test_all_attempts_are_one_trace(told: Told) -> None:
     """The first attempt is the root; a later one is its child. They have their numbers."""
     assert len({span.context.trace_id for span in told.spans}) == 1
@@ -192,7 +191,6 @@ def test_a_receiver_got_the_same_spans(told: Told) -> None:
     assert received == {span.context.span_id for span in told.spans}
 
 
-@pytest.mark.long
 def test_a_script_that_is_started_by_hand_has_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

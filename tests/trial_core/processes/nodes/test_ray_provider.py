@@ -32,6 +32,7 @@ def acquire(cluster: RayCluster, request: NodeRequest, seconds: float = SECONDS)
     return RayProvider(cluster.address).acquire(request, seconds, never)
 
 
+@pytest.mark.long
 def test_agents_run_on_different_nodes_and_end_with_the_gang(
     ray_cluster: RayCluster, tmp_path: Path
 ) -> None:
