@@ -216,9 +216,10 @@ def test_a_death_is_noticed_although_a_forked_child_lives(
 ) -> None:
     """The child has a copy of the connection, so the driver watches the process, too."""
     with warm_group(warm_server, 1) as slots:
-        build(slots, toy_config(tmp_path, entrypoint="bad_trials:Forks"), tmp_path)
         (rank,) = slots.pids
-        (child,) = descendants(rank)
+        before = {*descendants(rank)}  # its persister
+        build(slots, toy_config(tmp_path, entrypoint="bad_trials:Forks"), tmp_path)
+        (child,) = {*descendants(rank)} - before
         os.kill(rank, signal.SIGKILL)
         with pytest.raises(RankFailed, match="SIGKILL"):
             slots.submit(Ping()).result(timeout=10)
