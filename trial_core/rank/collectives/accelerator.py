@@ -113,9 +113,9 @@ def _device_in_use() -> Any:
 def accelerator_rng_state() -> dict[str, Any]:
     """The states of this rank's generators on its accelerator; empty on most CPU ranks.
 
-    ``tracked`` are the states, by name, that DeepSpeed's activation checkpointing tracks: the
-    generator takes one of them for a region of a model, such as dropout that differs between
-    model-parallel ranks.
+    ``accelerator`` is the state of its own generator. ``tracked`` are the states, by name, that
+    DeepSpeed's activation checkpointing tracks: the generator takes one of them for a region of a
+    model, such as dropout that differs between model-parallel ranks.
     """
     tracked = get_cuda_rng_tracker().get_states()
     states: dict[str, Any] = {"tracked": tracked} if tracked else {}

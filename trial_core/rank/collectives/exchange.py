@@ -82,8 +82,18 @@ class Exchange:
 
     def gather(self, collective: str, stuff: Any) -> list[Any] | None:
         """The `stuff` of all members on the first one, None on the others."""
-        every = self.allgather(collective, stuff)
-        return every if self._is_first else None
+        own = pickled(stuff)
+        with self._explaining_errors(collective):
+            frames = self._exchange_frames(collective, own)
+            size_bytes = _longest_rest(frames)
+            sent = _tensor(own[ROOM_BYTES:], size_bytes)
+            received = [torch.empty_like(sent) for _ in self._ranks] if self._is_first else None
+            if size_bytes:
+                dist.gather(sent, received, dst=self._ranks[0], group=self._group)
+        if received is None:
+            return None
+        rests = map(_bytes, received)
+        return [_unpickle(frame, rest) for frame, rest in zip(frames, rests, strict=True)]
 
     def broadcast(self, collective: str, stuff: Any) -> Any:
         """The first member's `stuff`."""
