@@ -83,7 +83,10 @@ class SaveMethods:
         }  # fmt: skip
         self._ours = {
             (store, snapshot): Snapshots(
-                self._adapter, files, context.distributed, CheckpointingConfig(snapshot=snapshot)
+                self._adapter,
+                files,
+                context.distributed,
+                CheckpointingConfig(snapshot=snapshot, verify_first=False),
             )
             for store, files in self._files.items()
             for snapshot in ("lazy", "eager")
@@ -220,7 +223,7 @@ def measure(methods: SaveMethods, names: list[str], turns: int) -> Iterator[dict
             if name.startswith("ours"):
                 methods.train()
                 waiting = time.perf_counter()
-                finish_copies()
+                finish_copies(is_step=True)
                 waited = torch.tensor(time.perf_counter() - waiting)
                 dist.all_reduce(waited, op=dist.ReduceOp.MAX)
                 blocked += float(waited)

@@ -45,7 +45,7 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         "blocked_ratio_deepspeed_boto3": (
             "… relative to DeepSpeed's `save_checkpoint` and boto3", "",
         ),
-        "lazy_ratio": ("… with `snapshot: lazy`, relative to the default", ""),
+        "lazy_ratio": ("… with `snapshot: lazy`, relative to `eager`", ""),
         "lazy_ratio_deepspeed_boto3": ("… relative to `save_checkpoint` and boto3", ""),
         "blocked_ratio_slow_store": ("… on a slow store, relative to a fast one", ""),
         "blocked_s_torch_dcp_async": ("… of torch DCP's `async_save`", "s"),

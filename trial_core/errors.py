@@ -123,6 +123,10 @@ class CheckpointRefused(CheckpointError):
     """The files that ranks have written cannot be one checkpoint; it is not committed."""
 
 
+class WeightsChanged(CheckpointRefused):
+    """The trial has changed weights before they were copied: ranks that copy at once can save."""
+
+
 class CheckpointUnrestorable(CheckpointError):
     """The ranks cannot restore the first checkpoint that they have saved; it is not committed."""
 

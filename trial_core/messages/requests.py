@@ -248,6 +248,8 @@ class Persisted(Result):
     problem: str | None = None
     # Why the files cannot be part of a checkpoint; a retry would fail the same way.
     mistake: str | None = None
+    # True if that is because the trial has changed weights before they were copied.
+    has_changed: bool = False
 
 
 class ReleaseStaging(Request):

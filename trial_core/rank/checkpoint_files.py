@@ -16,7 +16,7 @@ from trial_core.checkpoint.transfer.fetch import fetch_files, take_local
 from trial_core.checkpoint.transfer.persister import Persister
 from trial_core.checkpoint.transfer.run_files import RunFiles, rank_folder
 from trial_core.checkpoint.transfer.upload import staged_files, upload_files
-from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError
+from trial_core.errors import CheckpointDamaged, CheckpointError, StorageError, WeightsChanged
 from trial_core.messages import Fetched, Persisted, RunFilesStored
 from trial_core.processes.machine.memory_files import take_memory_links
 from trial_core.processes.machine.run_dirs import KEPT
@@ -133,16 +133,19 @@ class CheckpointFiles:
         began = time.monotonic()
         files: list[FileEntry] = []
         problem = mistake = None
+        has_changed = False
         try:
             files = self.persist(uuid, shared)
         except StorageError as error:
             problem = str(error)
         except CheckpointError as error:
-            mistake = str(error)
+            mistake, has_changed = str(error), isinstance(error, WeightsChanged)
         seconds = time.monotonic() - began
         if problem is None and mistake is None:
             self.upload_run_files()
-        return Persisted(files=files, seconds=seconds, problem=problem, mistake=mistake)
+        return Persisted(
+            files=files, seconds=seconds, problem=problem, mistake=mistake, has_changed=has_changed
+        )
 
     def try_fetch(self, uuid: str, files: list[FileEntry]) -> Fetched:
         """Like `fetch`, with its error in the result."""

@@ -235,11 +235,12 @@ class Snapshots:
         elif not adapter.saves_plainly:
             why = "the trial overrides save, and may read the files"
         else:
-            why = why_not_late(adapter.optimizers, with_modes(adapter.optimizers))
+            why = self._late.why_not
+            why = why or why_not_late(adapter.optimizers, with_modes(adapter.optimizers))
         if not why:
             return self._late.collected(memory, adapter.optimizers, adapter.modules)
         if not self._has_told and self._distributed.get_rank() == 0:
-            logger.warning("checkpointing.snapshot: lazy has no effect, because %s", why)
+            logger.info("snapshots are copied before training continues: %s", why)
         self._has_told = True
         return contextlib.nullcontext()
 

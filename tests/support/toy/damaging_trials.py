@@ -11,6 +11,7 @@ from toy_trial import ToyTrial
 from trial_core.checkpoint.retention.claims import claims
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.deepspeed import DeepSpeedTrialContext
+from trial_core.rank.state_files.late_copies import collecting
 
 
 class FindsDamage(ToyTrial):
@@ -36,3 +37,15 @@ class FindsDamage(ToyTrial):
         needed = [uuid for claim in claims(self.store) for uuid in claim.needs]
         Path(self.record, "claims.json").write_text(json.dumps(needed))
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
+
+
+class ChangesWhileCopying(ToyTrial):
+    """Its weights are changed while its second save copies them late, as by a thread."""
+
+    def __init__(self, context: DeepSpeedTrialContext) -> None:
+        super().__init__(context)
+        self.engine.module.register_state_dict_pre_hook(self.change)
+
+    def change(self, module: Any, *_: Any) -> None:
+        if (late := collecting()) is not None and self.engine.global_steps == 2:
+            late.later(lambda: module[0].weight.data.mul_(2), [])

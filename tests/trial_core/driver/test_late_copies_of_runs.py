@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.driving import drive
 from tests.support.slots import toy_config
+from tests.support.tensors import differing, stored_tensors
 from tests.trial_core.driver.test_pausing import KINDS
 from trial_core.checkpoint.store import CheckpointStore
 
@@ -64,3 +65,29 @@ def test_checkpoints_are_the_same_when_weights_are_copied_later(
         }
     assert {batches for batches, _ in stored["eager"]} == {1, 2, 3, 4}
     assert stored["lazy"] == stored["eager"]
+
+
+@pytest.mark.usefixtures("warm_home")
+def test_weights_that_change_while_they_are_copied_cost_some_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The checkpoint is not stored; the batches since the last are trained again, in a restart that
+    costs none of `max_restarts`, and the result is that of an undisturbed run."""
+    stored, batches, restarts = [], [], []
+    for trial in ("damaging_trials:ChangesWhileCopying", "toy_trial:ToyTrial"):
+        folder = tmp_path / trial.partition(":")[0]
+        place = {"type": "shared_fs", "host_path": str(folder), "save_trial_latest": 9}
+        config = toy_config(
+            folder, 4, scheduling_unit=1, min_checkpoint_period={"batches": 1},
+            checkpointing={"verify_first": False}, resources={"slots_per_trial": 1},
+            entrypoint=trial, checkpoint_storage=place,
+        )  # fmt: skip
+        result = drive(config)
+        restarts.append(caplog.text.count("a checkpoint was not stored"))
+        manifests = CheckpointStore(config.checkpoint_storage.url).list()
+        batches.append(sorted(each.progress.batches_trained for each in manifests))
+        stored.append(stored_tensors(config, result.checkpoint_uuid, folder / "files"))
+    assert restarts == [1, 1]
+    assert batches == [[1, 2, 3, 4]] * 2
+    assert stored[0]
+    assert differing(*stored) == []

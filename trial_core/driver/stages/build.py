@@ -33,9 +33,12 @@ logger = logging.getLogger(__name__)
 def build_trial(launch: Launch) -> None:
     """Construct the user's trial, its models and optimizers, on every rank."""
     run = launch.run
+    experiment = run.config.model_dump(mode="json")
+    if run.copies_at_once:
+        experiment["checkpointing"]["snapshot"] = "eager"
     request = BuildTrial(
         trial=run.trial,
-        experiment=run.config.model_dump(mode="json"),
+        experiment=experiment,
         run_dir=str(run.run_dir),
         storage=run.store.spec,
         micro_batch_samples=launch.micro_batch_samples,

@@ -26,7 +26,7 @@ from trial_core.common.any_logger import AnyLogger
 from trial_core.common.text_format import plural, size
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import parallel_stage, stage
-from trial_core.errors import CheckpointRefused, SlotsError, StorageError
+from trial_core.errors import CheckpointRefused, SlotsError, StorageError, WeightsChanged
 from trial_core.messages import (
     Done,
     PersistCheckpoint,
@@ -137,7 +137,8 @@ def _upload(
         if result.problem:
             raise StorageError(prefix_rank(rank, result.problem))
         if result.mistake:
-            raise CheckpointRefused(prefix_rank(rank, result.mistake))
+            kind = WeightsChanged if result.has_changed else CheckpointRefused
+            raise kind(prefix_rank(rank, result.mistake))
     return {rank: result.files for rank, result in enumerate(persisted)}
 
 

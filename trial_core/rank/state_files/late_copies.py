@@ -2,13 +2,17 @@
 
 Nothing changes weights and an optimizer's state between two of its steps. So a save only reserves
 room for them in its memory files; a thread copies them while the next batch computes, and the first
-step of an optimizer waits for the rest. What else writes to them calls `finish_copies` before. A
-trial may write to them unseen: versions of the tensors tell, and samples of what has none.
+step of an optimizer waits for the rest. What else writes to them calls `finish_copies` before.
+
+A trial may write to them unseen. So the first snapshot is copied at once, and compared with its
+source before the next step: if they differ, all others are copied at once, too. Later, versions of
+the tensors tell, and samples of what has none.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections import defaultdict
@@ -23,12 +27,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trial_core.common.text_format import first_few
-from trial_core.errors import CheckpointRefused
+from trial_core.errors import CheckpointRefused, WeightsChanged
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
 
-_SAMPLES = 32
+_SAMPLE_BYTES = 8
+_SAMPLED_BYTES = 64 * 2**10
+"""There is a sample in so many bytes of a storage, and three of each tensor in it."""
 _PIECE_BYTES = 32 * 2**20
+
+logger = logging.getLogger(__name__)
 
 
 class _Changed(Exception):
@@ -36,32 +44,57 @@ class _Changed(Exception):
 
 
 class _Watched:
-    """A storage on the CPU that must not change, and the tensors that are known to be in it."""
+    """A storage on the CPU that must not change, and the tensors that are known to be in it.
+
+    Attributes:
+        is_compared: True once `fill` is to compare: the storage may have several copies.
+    """
 
     def __init__(self, storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> None:
         self._storage = storage  # stays alive
-        # Not by `Tensor.numpy`, which makes a storage impossible to resize.
-        memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
-        self.content = np.frombuffer(memory, np.uint8)
-        count = min(_SAMPLES, len(self.content))
-        self._places = np.linspace(0, len(self.content) - 1, count).astype(np.int64)
-        self._samples = self.content[self._places]
+        self._content = bytes_of(storage)
+        self._places = _sampled(storage, tensors)
+        self._samples = self._content[self._places]
         self._versions = [(each, each._version) for each in tensors]
+        self.is_compared = False
 
-    def copy(self, room: memoryview) -> None:
-        """Copy the content. Raises `_Changed` if a sample has changed."""
-        target = np.frombuffer(room, np.uint8)
+    def fill(self, room: memoryview) -> None:
+        """Copy the content, or compare it with its copy. Raises `_Changed` if it has changed."""
+        target, is_same = np.frombuffer(room, np.uint8), True
         for begin in range(0, len(target), _PIECE_BYTES):
             piece = slice(begin, begin + _PIECE_BYTES)
-            np.copyto(target[piece], self.content[piece])  # lets other threads run
-        if not np.array_equal(target[self._places], self._samples):
+            if self.is_compared:
+                is_same = is_same and np.array_equal(target[piece], self._content[piece])
+            else:
+                np.copyto(target[piece], self._content[piece])  # lets other threads run
+        is_same = is_same and np.array_equal(target[self._places], self._samples)
+        del target  # the room cannot be given back while an array has it
+        if not is_same:
             raise _Changed
 
     def check(self) -> None:
         """Raises `_Changed` if it was written to since."""
-        is_same = np.array_equal(self.content[self._places], self._samples)
+        is_same = np.array_equal(self._content[self._places], self._samples)
         if not is_same or any(each._version != version for each, version in self._versions):
             raise _Changed
+
+
+def bytes_of(storage: torch.UntypedStorage) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The memory of a storage on the CPU, valid while the storage is alive and not resized."""
+    # Not by `Tensor.numpy`, which makes a storage impossible to resize.
+    memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
+    return np.frombuffer(memory, np.uint8)
+
+
+def _sampled(storage: torch.UntypedStorage, tensors: Iterable[torch.Tensor]) -> Any:
+    """The indices of the bytes that are compared."""
+    whole, begins = storage.nbytes(), [storage.nbytes() - _SAMPLE_BYTES]
+    for each in tensors:
+        if (size := each.nbytes) < whole:
+            first = each.data_ptr() - storage.data_ptr()
+            begins += [first, first + size // 2, first + size - _SAMPLE_BYTES]
+    starts = np.concatenate([np.arange(0, whole, _SAMPLED_BYTES), begins])
+    return (starts[:, None] + np.arange(_SAMPLE_BYTES)).clip(0, whole - 1).ravel()
 
 
 class LateCopies:
@@ -69,15 +102,19 @@ class LateCopies:
 
     Attributes:
         waited_seconds: how long training has waited for copies in all.
+        why_not: why copies cannot be made late, as the first ones have shown; empty if they can.
     """
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
+        self.why_not = ""
+        self._is_proven = False
+        self._unproven: tuple[Sequence[Callable[[], None]], Sequence[_Watched]] | None = None
         self._unchanged: dict[int, list[torch.Tensor]] = {}
         self._watched: dict[int, _Watched] = {}
         self._later: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
-        self._failure = ""
+        self._failure: CheckpointRefused | None = None
 
     @contextmanager
     def collected(
@@ -87,25 +124,27 @@ class LateCopies:
 
         These are what `optimizers` change: parameters of `modules` that are trained, and states.
         """
-        self._failure = ""
+        self._failure = None
         _finish_before_steps()
         self._unchanged = defaultdict(list)
         for each in _changed_by_steps(optimizers, modules):
-            if place := _memory(each):
+            if place := each.untyped_storage().data_ptr():
                 self._unchanged[place].append(each)
         _collecting.append(self)
         try:
             yield
-            work = [*memory.take_reserved(), *self._later]
+            copies, later = memory.take_reserved(), self._later
             watched = [*self._watched.values()]
         finally:
             _collecting.remove(self)
             self._unchanged, self._watched, self._later = {}, {}, []
-        thread = threading.Thread(
-            target=self._do, args=[work, watched], name="snapshot", daemon=True
+        self._thread = threading.Thread(
+            target=self._do, args=[[*copies, *later], watched], name="snapshot", daemon=True
         )
-        thread.start()
-        self._thread = thread
+        self._thread.start()
+        if not self._is_proven:
+            self._thread.join()
+            self._unproven = copies, watched
         _pending.append(self)
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
@@ -114,7 +153,7 @@ class LateCopies:
 
     def copy_of(self, storage: torch.UntypedStorage) -> Callable[[memoryview], None]:
         """What copies a storage that `takes` has accepted."""
-        return self._watch(storage).copy
+        return self._watch(storage).fill
 
     def later(self, work: Callable[[], None], tensors: Iterable[torch.Tensor]) -> None:
         """Have the thread do some more, which reads `tensors`."""
@@ -127,11 +166,32 @@ class LateCopies:
         if self._thread is not None:
             self._thread.join()
 
+    def prove(self, is_step: bool) -> None:
+        """Learn from the first snapshot whether a trial changes weights by steps alone.
+
+        Args:
+            is_step: False if something else follows than a step, so that nothing can be learned.
+        """
+        unproven, self._unproven = self._unproven, None
+        if unproven is None or not is_step:
+            return
+        copies, watched = unproven
+        try:
+            for storage in watched:
+                storage.check()
+                storage.is_compared = True
+            for compare in copies:
+                compare()
+            self._is_proven = True
+        except _Changed:
+            self.why_not = "the trial changes weights between a save and a step of an optimizer"
+            logger.warning("snapshots are copied before training continues: %s", self.why_not)
+
     def require_complete(self) -> None:
         """Wait until all is copied. Raises CheckpointRefused if the copies are not of the save."""
         self.finish()
-        if self._failure:
-            raise CheckpointRefused(self._failure)
+        if self._failure is not None:
+            raise self._failure
 
     def _watch(self, storage: torch.UntypedStorage) -> _Watched:
         place = storage.data_ptr()
@@ -146,12 +206,12 @@ class LateCopies:
             for storage in watched:
                 storage.check()
         except _Changed:
-            self._failure = (
+            self._failure = WeightsChanged(
                 "the trial has changed weights after the save and before the next step of an "
                 "optimizer, while they were copied: set checkpointing.snapshot: eager, and resume"
             )
         except Exception as error:  # noqa: BLE001  # told by `require_complete`
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = CheckpointRefused(f"{type(error).__name__}: {error}")
 
 
 _collecting: list[LateCopies] = []
@@ -163,11 +223,15 @@ def collecting() -> LateCopies | None:
     return _collecting[-1] if _collecting else None
 
 
-def finish_copies(*_: object) -> None:
-    """Wait until all late copies are made: call it before something writes to weights."""
+def finish_copies(is_step: bool = False) -> None:
+    """Wait until all late copies are made: call it before something writes to weights.
+
+    `is_step`: whether a step of an optimizer is what follows.
+    """
     for late in [*_pending]:
         began = time.monotonic()
         late.finish()
+        late.prove(is_step)
         late.waited_seconds += time.monotonic() - began
         with suppress(ValueError):  # another thread has waited, too
             _pending.remove(late)
@@ -198,7 +262,7 @@ def why_not_late(optimizers: Sequence[Any], with_modes: Sequence[Any]) -> str:
 
 @cache
 def _finish_before_steps() -> None:
-    register_optimizer_step_pre_hook(finish_copies)
+    register_optimizer_step_pre_hook(lambda *_: finish_copies(is_step=True))
 
 
 def _tells_its_steps(optimizer: Any) -> bool:
@@ -207,6 +271,14 @@ def _tells_its_steps(optimizer: Any) -> bool:
 
 
 def _changed_by_steps(
+    optimizers: Iterable[Any], modules: Iterable[torch.nn.Module]
+) -> Iterator[torch.Tensor]:
+    """On this rank: of a tensor that is divided over ranks, the part that is here."""
+    for each in _whole_tensors_changed_by_steps(optimizers, modules):
+        yield each.to_local() if isinstance(each, DTensor) else each
+
+
+def _whole_tensors_changed_by_steps(
     optimizers: Iterable[Any], modules: Iterable[torch.nn.Module]
 ) -> Iterator[torch.Tensor]:
     for module in modules:
@@ -224,8 +296,3 @@ def _changed_by_steps(
             for value in values.values() if isinstance(values, dict) else ():
                 if isinstance(value, torch.Tensor):
                     yield value
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return own.untyped_storage().data_ptr()

@@ -19,17 +19,14 @@ import torch
 from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointError
-from trial_core.rank.collectives.accelerator import has_accelerator, host_buffer, is_on_accelerator
-from trial_core.rank.state_files.late_copies import collecting
+from trial_core.rank.collectives.accelerator import host_buffer, is_on_accelerator
+from trial_core.rank.state_files.late_copies import bytes_of, collecting
 
 
 def write_tensors(state: Any, file: IO[bytes]) -> None:
     """Write as `torch.save` does, without a CRC and with bounded memory for accelerators."""
     # The manifest's digest covers every byte, and is computed while training continues.
     with serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]  # added at run time
-        if not has_accelerator() and collecting() is None:
-            torch.save(state, file)
-            return
         storages: list[torch.UntypedStorage] = []
         with torch.serialization.skip_data(), warnings.catch_warnings():
             # Placeholders on the device "meta" have no data to skip.
@@ -79,7 +76,8 @@ def _pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
     """The bytes of a storage on the host. A piece is valid until the next one is asked for."""
     content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     if not is_on_accelerator(content):
-        yield content.cpu().numpy().data
+        on_host = content.cpu()
+        yield bytes_of(on_host.untyped_storage()).data
         return
     buffer = host_buffer()
     for start in range(0, content.numel(), buffer.numel()):

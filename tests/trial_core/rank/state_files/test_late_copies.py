@@ -26,6 +26,7 @@ class Training:
 
     Attributes:
         file: the snapshot's file.
+        second: another file, of the same tensors.
         seen: the file's content when it was written, before the thread's copies.
     """
 
@@ -34,7 +35,7 @@ class Training:
         self.model.register_buffer("count", torch.ones(999))
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters())
         self.late, self.memory = LateCopies(), MemoryFiles(limit_bytes)
-        self.file = folder / "state.pt"
+        self.file, self.second = folder / "state.pt", folder / "second.pt"
         self.seen = b""
         self.step()
 
@@ -59,9 +60,10 @@ class Training:
         finish_copies()
         self.memory.begin()
         with self.late.collected(self.memory, [self.optimizer], [self.model]):
-            self.memory.write(
-                self.file.parent, self.file.name, lambda file: write_tensors(self.state(), file)
-            )
+            for name in (self.file.name, self.second.name):
+                self.memory.write(
+                    self.file.parent, name, lambda file: write_tensors(self.state(), file)
+                )
             yield self.late
         self.memory.end()
 
@@ -76,7 +78,11 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Training:
-    return Training(tmp_path)
+    """After a first snapshot, which is copied at once."""
+    made = Training(tmp_path)
+    made.save()
+    made.step()
+    return made
 
 
 def test_a_snapshot_has_the_state_of_its_save(training: Training) -> None:
@@ -92,7 +98,7 @@ def test_a_snapshot_has_the_state_of_its_save(training: Training) -> None:
         training.model.count += 1
         training.step()
         training.late.require_complete()
-        assert training.file.read_bytes() == whole
+        assert training.file.read_bytes() == training.second.read_bytes() == whole
         assert weight != bytes_of(training.model.weight)
 
 
@@ -110,6 +116,32 @@ def test_a_step_waits_for_the_copies(training: Training) -> None:
     stepped.set()
     assert seen == [weight]
     assert training.late.waited_seconds > 0
+
+
+@pytest.mark.parametrize("how", ["one element", "a version"])
+def test_a_trial_that_changes_weights_between_steps_is_copied_at_once(
+    tmp_path: Path, how: str
+) -> None:
+    """Its first snapshot, which is copied at once, is compared with its source before a step."""
+    training = Training(tmp_path)
+    for _ in range(2):
+        whole, weight = training.whole(), training.model.weight
+        training.save()
+        assert training.file.read_bytes() == whole
+        training.late.require_complete()
+        assert not training.late.why_not
+        # Before a validation or a hook, which may change weights, nothing can be learned.
+        finish_copies()
+        weight.data[3, 4] += 1
+        training.step()
+    training.save()
+    if how == "one element":
+        weight.data[3, 4] += 1
+    else:
+        with torch.no_grad():
+            weight.mul_(1)
+    training.step()
+    assert "changes weights" in training.late.why_not
 
 
 @pytest.mark.parametrize("how", ["a view", "data", "rows"])
@@ -134,6 +166,18 @@ def test_weights_that_are_changed_unseen_refuse_the_checkpoint(
         late.require_complete()
     training.save()
     late.require_complete()
+
+
+def test_a_small_tensor_of_a_shared_storage_is_watched(training: Training) -> None:
+    """ZeRO has all weights in one; written to before they are copied, and without a version."""
+    flat = torch.nn.Parameter(torch.randn(300_000))
+    small = torch.nn.Parameter(flat.data[101_001:101_099])
+    training.model.register_parameter("flat", flat)
+    training.model.register_parameter("small", small)
+    with training.saving() as late:
+        small.data.mul_(0.999)
+    with pytest.raises(CheckpointRefused, match=r"snapshot: eager"):
+        late.require_complete()
 
 
 def test_what_does_not_fit_into_memory_is_copied_at_once(tmp_path: Path) -> None:
