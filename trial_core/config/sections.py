@@ -284,11 +284,12 @@ class CheckpointingConfig(Section):
         "needs.",
     )
     snapshot: Literal["lazy", "eager"] = Field(
-        default="eager",
+        default="lazy",
         title="When weights are copied",
-        description="When a save copies weights and optimizer state. eager: before training "
-        "continues. lazy: while the next batch computes, until its optimizer steps; for trials on "
-        "CPU ranks that change weights by torch's optimizers alone, not for Core API scripts.",
+        description="When a save copies weights and optimizer state. lazy: while the next batch "
+        "computes, until its optimizer steps; only for trials on CPU ranks that change weights by "
+        "torch's optimizers alone, which the first save finds out. eager: before training "
+        "continues.",
     )
     when_busy: Literal["wait", "postpone"] = Field(
         default="wait",
