@@ -27,7 +27,8 @@ class RetentionPolicy:
     """How many checkpoints an experiment keeps, and which. The defaults are Determined's.
 
     Attributes:
-        keep_every: per trial, keep the first checkpoint at or after each multiple of it.
+        keep_every: per trial, keep the first checkpoint at or after each multiple of so many
+            batches or epochs.
         metric: the validation metric that decides which checkpoint is best. If None, and best
             checkpoints are to be kept, all validated ones are.
     """

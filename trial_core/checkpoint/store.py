@@ -97,6 +97,10 @@ class CheckpointStore:
         """The URL of the folder of a checkpoint's files, for messages."""
         return f"{self.url}/{layout.files_folder(uuid)}"
 
+    def check_writable(self) -> None:
+        """Write, read back and delete a small object. Raises StorageError; says what to do."""
+        self.storage.check_usable()
+
     def forget_trial(self, trial: str) -> None:
         """Delete everything of a trial. It must be new, and no run of it may be alive."""
         for manifest in self.list(trial):

@@ -43,7 +43,8 @@ class RetrainingPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         trial: id of the challenger's trial.
-        scheduled_at, begun_at: scheduled start, and actual start of the first attempt (UTC).
+        scheduled_at, begun_at: scheduled start, and actual start of the first attempt:
+            ISO 8601, UTC.
         data: the experiment's data, rendered, overridden by the data given to the run.
         champion, move: numbers of the champion version, and of the model's last move, or 0.
         renewed, note: how many earlier plans of the run this one replaces, and why, for people.

@@ -57,6 +57,7 @@ class Registry:
         self.store = store
 
     def models(self) -> list[str]:
+        """All models with versions, sorted."""
         keys = self.store.storage.sizes(layout.MODELS)
         names: set[str] = set()
         foreign: set[str] = set()
@@ -72,6 +73,7 @@ class Registry:
         )
 
     def versions(self, model: str) -> list[Version]:
+        """All versions of a model, by number."""
         return self._versions(model).entries()
 
     def version(self, model: str, number: int) -> Version:

@@ -24,7 +24,7 @@ from trial_core.search.view import SearchedName, SearchView
 SHOWN_ROWS, SHOWN_OTHERS, SHOWN_NAMES, SHOWN_LENGTHS = 50, 200, 10, 8
 _CHARACTERS = 120
 ENOUGH, GROUPS = 20, 4
-"""Of results to compare, and of numbers in `importance`."""
+"""Of `importance`: the fewest results that it compares, and the groups that it makes of numbers."""
 _STATUSES = {
     "due": "due", "waits": "waiting", "ended": "ended", "failed": "failed", "invalid": "invalid"
 }  # fmt: skip

@@ -84,8 +84,8 @@ def asha(
 def extended(
     plans: Sequence[BracketPlan], divisor: float, max_length: int, max_trials: int, concurrent: int
 ) -> list[BracketPlan]:
-    """The brackets of a search that continues with greater maxima, and as many trials side by side;
-    0 for as many as before."""
+    """The brackets of a search that continues with greater maxima. `concurrent` trials run side by
+    side; 0 for as many as before."""
     trials = trials_of_brackets([len(each.rungs) for each in plans], divisor, max_trials)
     trials = [max(each.max_trials, trials[i]) for i, each in enumerate(plans)]
     for i in reversed(range(len(plans))):

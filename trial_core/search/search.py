@@ -104,7 +104,9 @@ class Leg:
 
 
 class Search:
-    """One search, in the driver that has it, which alone appends to its log.
+    """One search, in the driver that has it, which alone appends to its log (empty for a new one).
+
+    It makes the sampler that the experiment asks for, unless it is given one.
 
     Raises ConfigError if the experiment is not the one that the search began with; SearchError if
     the log was altered, or the sampler cannot be used.

@@ -66,12 +66,17 @@ def take_local(
     uuid: str, entries: Iterable[FileEntry], target: Path, local: Sequence[Path] = ()
 ) -> list[FileEntry]:
     """Bring files of a checkpoint into `target` that are on this machine; return the other ones.
-    Raises as `fetch_files`.
 
     `local`: folders that may hold the same files under the same paths, for example from an earlier
     launch. Files with the right digest are linked or copied.
+
+    Raises:
+        CheckpointDamaged: a file would be written outside `target`; none was brought.
+        StorageError: `target` cannot be written.
     """
     wanted = list(entries)
+    for entry in wanted:
+        _ = entry.checked_path  # before any file is written
 
     def is_here(entry: FileEntry, stop: CancelSignal) -> bool:
         return _matches(target / entry.checked_path, entry, stop) or any(

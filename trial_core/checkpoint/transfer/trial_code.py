@@ -129,9 +129,11 @@ def upload_code(
 
 
 def code_of_checkpoint(checkpoint: CheckpointSource, target: Path) -> TrialCode:
-    """Fetch the code of a checkpoint into a folder, replacing the folder. Raises as
-    `CheckpointSource.files`, and CheckpointError if the checkpoint has no code, or more than
-    trialflow packs."""
+    """Fetch the code of a checkpoint into a folder, replacing the folder.
+
+    Raises as `CheckpointSource.files`, CheckpointError if the checkpoint has no code, and
+    CheckpointDamaged if it has more than trialflow packs.
+    """
     manifest = checkpoint.manifest
     if manifest.code is None:
         raise CheckpointError(

@@ -72,7 +72,8 @@ def bucket_of(stage: str, hook: str = "") -> Bucket | None:
 
 class RunClock:
     """Measures one run, from so many seconds before now, in which it has waited for its devices.
-    The run's own thread changes buckets; any thread may report and read."""
+    The run's own thread changes buckets; any thread may report and read. `now` tells seconds that
+    never go back."""
 
     def __init__(
         self, waited_seconds: float = 0.0, now: Callable[[], float] = time.monotonic

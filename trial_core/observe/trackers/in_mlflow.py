@@ -260,13 +260,14 @@ def _create_database(place: str, trial: str) -> None:
     """
     if not place.startswith("sqlite"):
         return
-    from mlflow.tracking import MlflowClient
     from sqlalchemy.engine import make_url
 
     name = make_url(place).database
     # None for a database in memory, and for SQLite's own kind of URL.
     if not name or name == ":memory:" or name.startswith("file:") or (path := Path(name)).exists():
         return
+    from mlflow.tracking import MlflowClient
+
     new = path.with_name(f".{path.name}.{trial}.part")
     for left in new.parent.glob(f"{glob.escape(new.name)}*"):  # by a process that has ended
         left.unlink()
