@@ -23,7 +23,7 @@ from trial_core.common.text_format import (
     setting,
 )
 from trial_core.errors import CheckpointError
-from trial_core.observe.report.curves import PALETTE, CurveFigure, MeasuredLine, curves
+from trial_core.observe.report.curves import PALETTE, CurveFigure, MeasuredLine, curves, title_alone
 from trial_core.observe.report.history import Curve
 from trial_core.observe.report.html_report import page, place, plotly_figure
 from trial_core.observe.report.markdown import code as as_code, escaped, table
@@ -42,7 +42,7 @@ LARGEST_TEXT_BYTES, COMPARED_LINES, LINE_CHARACTERS = 200_000, 500, 300
 """Lines that differ beyond a file's common begin and end: more would take minutes to compare."""
 _KINDS: Mapping[Curve, str] = {
     "validation": "validation", "training": "training", "speed": "throughput",
-    "learning_rate": "", "machine": "machine of the driver",
+    "learning_rate": "", "machine": "",
 }  # fmt: skip
 
 _RIGHT = "---:"  # the page breaks no cell that is aligned so: a phone scrolls the table
@@ -130,8 +130,7 @@ def _figures(trials: Sequence[StoredTrial]) -> _Figures:
             lines = [
                 (t.trial, own.get(name, [])) for t, own in zip(trials, by_trial[kind], strict=True)
             ]
-            shown = name.removeprefix("system/")
-            found[f"{shown} ({of})" if of else shown] = (
+            found[f"{name} ({of})" if of else title_alone(name)] = (
                 curves_by_rank([RankedTrial(t, (), 0.0, line) for t, line in lines], "batch")
                 if is_many
                 else _a_colour_each(name, lines)

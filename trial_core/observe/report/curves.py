@@ -114,14 +114,25 @@ def _machine(use: Mapping[str, Sequence[tuple[int, float]]]) -> list[CurveFigure
     for name, points in use.items():
         if (found := _USE.fullmatch(name)) is not None:
             gpu, what = found.groups()
-            of = _OF_GPUS[what] if gpu else "processor and memory"
-            title = f"machine of the driver: {of} (%)"
+            title = _of_machine(_OF_GPUS[what] if gpu else "processor and memory")
             lines.setdefault(title, []).append(MeasuredLine(title, gpu or _OF_ALL[what], points))
     return [CurveFigure(each, is_percent=True) for each in lines.values()]
 
 
 _USE = re.compile(r"system/(?:(gpu\d+)_)?(cpu|memory|)_?percent")
 _OF_ALL, _OF_GPUS = {"cpu": "processor", "memory": "memory"}, {"": "GPUs", "memory": "GPU memory"}
+
+
+def title_alone(name: str) -> str:
+    """The title of a curve of the machine's use in a figure of it alone."""
+    if (found := _USE.fullmatch(name)) is None:
+        return name.removeprefix("system/")
+    gpu, what = found.groups()
+    return _of_machine(f"{gpu} {what}".strip() if gpu else _OF_ALL[what])
+
+
+def _of_machine(what: str) -> str:
+    return f"machine of the driver: {what} (%)"
 
 
 def curves(history: ReportHistory, kind: Curve) -> dict[str, list[tuple[int, float]]]:

@@ -83,6 +83,17 @@ def test_curves_share_an_axis_and_differences_are_shown(
     assert "-x = 1\n" in text[text.index("gpt-1 and gpt-3") :]
 
 
+def test_figures_of_the_machine_are_named_as_in_reports(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    trials = [add(store, number, tmp_path) for number in (1, 2)]
+    history = ReportHistory()
+    for batches in (7, 14):
+        history.add_point("machine", batches, {"system/gpu0_memory_percent": 50.0})
+    store.storage.write(layout.run_file_key(trials[0], "report.json"), history.to_json())
+    assert "machine of the driver: gpu0 memory (%)" in compared(store, *trials).text
+
+
 def test_ten_trials_have_parallel_coordinates(store: CheckpointStore, tmp_path: Path) -> None:
     """The best tenth of them in a colour of its own; nine are told apart by their colours."""
     trials = [add(store, number, tmp_path) for number in range(10, 0, -1)]
