@@ -22,7 +22,7 @@ from tests.support.prefect import ROOT, PrefectServer
 from tests.support.prefect_worker import kill
 from tests.support.waiting import WAIT_SECONDS, ask
 from trialflow.deployments.automations import automations
-from trialflow.flows.lifecycle import detached_engine, restarted_engine
+from trialflow.flows.lifecycle import crash_limit, detached_engine, restarted_engine
 from trialflow.flows.lifecycle.crash_limit import RESTART_CRASHED, TAG
 from trialflow.flows.train import train
 
@@ -162,7 +162,7 @@ def test_only_a_running_run_with_attempts_left_is_taken_again(
     attempts: int, last: State[Any] | None, begins: bool,
 ) -> None:  # fmt: skip
     """Others keep their state."""
-    monkeypatch.setattr(restarted_engine, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(crash_limit, "MAX_ATTEMPTS", 2)
     with restarting(prefect_server), get_client(sync_client=True) as client:
         run = Run(prefect_server, tmp_path, times=1)
         for _ in range(attempts):
