@@ -243,10 +243,9 @@ def show(trial: TrialId, /, *, place: StoragePlace = HERE, json_: AsJson = False
             f"sync {trial}, unless the trial is being trained\n"
         )
     if saved is not None:
-        shown = {**saved.results, **saved.hyperparameters}
-        if saved.results["ended"] is None:
-            shown["ended"] = "not yet, or it was killed"
-        rows = [(name, _cell(value)) for name, value in shown.items()]
+        ended = saved.results["ended"] or "not yet, or it was killed"
+        facts = [*{**saved.results, "ended": ended}.items(), *saved.hyperparameters.items()]
+        rows = [(name, _cell(value)) for name, value in facts]
         print_table((trial, ""), [*rows, *saved.history.links.items()])
         print()
     if not ledger.runs:  # as of an imported trial

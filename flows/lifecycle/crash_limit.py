@@ -78,20 +78,21 @@ def settle_killed_attempts(client: SyncPrefectClient, flow_run_id: UUID) -> None
     Call it before this attempt starts a task or a subflow. Runs of deployments have processes that
     live on. Raises as Prefect's client.
     """
-    ended: State[None] = Crashed(
-        message="The process was killed; another attempt at the run has begun"
-    )
+
+    def ended() -> State[None]:  # one for each run: Prefect's client writes into it
+        return Crashed(message="The process was killed; another attempt at the run has begun")
+
     begun = {"state": {"type": {"any_": ["PENDING", "RUNNING"]}}}
     of_run = {"any_": [flow_run_id]}
     children = FlowRunFilter.model_validate({"parent_flow_run_id": of_run, **begun})
     for child in client.read_flow_runs(flow_run_filter=children):
         if child.deployment_id is None:
             settle_killed_attempts(client, child.id)
-            client.set_flow_run_state(child.id, ended, force=True)
+            client.set_flow_run_state(child.id, ended(), force=True)
     tasks = client.read_task_runs(
         flow_run_filter=FlowRunFilter.model_validate({"id": of_run}),
         task_run_filter=TaskRunFilter.model_validate(begun),
     )
     for each in tasks:
         if each.state is None or each.state.state_details.child_flow_run_id is None:
-            client.set_task_run_state(each.id, ended, force=True)
+            client.set_task_run_state(each.id, ended(), force=True)

@@ -456,7 +456,7 @@ class PyTorchExperimentalContext:
         self._parent.moves_batches = False
 
     def disable_dataset_reproducibility_checks(self) -> None:
-        """`PyTorchTrialContext.disable_dataset_reproducibility_checks`: Determined has it here."""
+        """Allow loaders of any class, as `PyTorchTrialContext` does: Determined has it here."""
         self._parent.disable_dataset_reproducibility_checks()
 
     def wrap_reducer(
@@ -466,7 +466,10 @@ class PyTorchExperimentalContext:
         for_training: bool = True,
         for_validation: bool = True,
     ) -> Any:
-        """`PyTorchTrialContext.wrap_reducer`, which older releases of Determined have here."""
+        """Register a metric of all ranks' values. Older releases of Determined have it here.
+
+        As `PyTorchTrialContext.wrap_reducer`, whose arguments, result and errors it has.
+        """
         return self._parent.wrap_reducer(reducer, name, for_training, for_validation)
 
 

@@ -212,7 +212,10 @@ def described(visible: Accelerators) -> str:
 
 def available_cores() -> int:
     """The cores that this process, and so its ranks, may use."""
-    return len(os.sched_getaffinity(0))
+    try:
+        return len(os.sched_getaffinity(0))
+    except AttributeError:  # not Linux
+        return os.cpu_count() or 1
 
 
 def device_uuids(accelerators: Accelerators) -> dict[str, str]:

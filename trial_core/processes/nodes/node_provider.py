@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 AGENT_MODULE = "trial_core.processes.nodes.agent_main"
-"""The module of the agent."""
+"""The module of the agent; the arguments that a `Gang` starts begin with its name."""
 
 NODE_SECONDS = 60.0
 """How long a provider may take to say that it cannot start an agent."""

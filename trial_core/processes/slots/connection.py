@@ -129,13 +129,14 @@ def notice_silence(connection: socket.socket) -> None:
     Messages would not do: a rank that is alive may hold the interpreter lock, and then sends none.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_KEEPIDLE, PROBE_SECONDS),
-        (socket.TCP_KEEPINTVL, PROBE_SECONDS),
-        (socket.TCP_KEEPCNT, SILENCE_SECONDS // PROBE_SECONDS - 1),
-        (socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000),  # milliseconds, for sent bytes
+    for name, value in (
+        ("TCP_KEEPIDLE", PROBE_SECONDS),
+        ("TCP_KEEPINTVL", PROBE_SECONDS),
+        ("TCP_KEEPCNT", SILENCE_SECONDS // PROBE_SECONDS - 1),
+        ("TCP_USER_TIMEOUT", SILENCE_SECONDS * 1000),  # milliseconds, for sent bytes
     ):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        if hasattr(socket, name):  # Linux
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def join(

@@ -239,7 +239,10 @@ class TrialAdapter(ABC):
     def files_read(
         self, files: list[FileEntry], saved_by: Topology, restore: Restore, ranks: Sequence[int]
     ) -> list[FileEntry]:
-        """The files of a checkpoint that `load` or `load_weights` reads on any of `ranks`."""
+        """The files of a checkpoint that `load` or `load_weights` reads on any of `ranks`.
+
+        The same on each of these ranks. Not collective.
+        """
 
     @abstractmethod
     def topology(self) -> Topology:
