@@ -34,14 +34,18 @@ class SearcherOperation:
     """Train up to `length`, validate, report. Follows Determined's class.
 
     Attributes:
-        length: where training ends: the number in ``searcher.max_length``, from the trial's start.
         is_completed: True if `report_completed` was called on this rank.
     """
 
     def __init__(self, length: int, unit: Unit, host: ScriptHost) -> None:
-        self.length, self.is_completed = length, False
+        self._length, self.is_completed = length, False
         self._unit = unit
         self._host = host
+
+    @property
+    def length(self) -> int:
+        """Where training ends: the number in ``searcher.max_length``, from the trial's start."""
+        return self._length
 
     def report_progress(self, length: float) -> None:
         """Show how far training is, as `TrainContext.set_status` does. Call it on rank 0 alone.
