@@ -20,7 +20,7 @@ LAUNCHER_VARIABLES = (
 )  # fmt: skip
 
 EVERY_COLLECTIVE = """
-import json, torch, torch.distributed as dist
+import json, os, torch, torch.distributed as dist
 from trial_core.rank.collectives.distributed import DistributedContext
 
 d = DistributedContext.from_torch_distributed()
@@ -29,11 +29,18 @@ if d.size > 1:
     # As DeepSpeed does with CUDA: a rank that is not in a new group splits NCCL's communicator.
     dist.distributed_c10d._get_default_group().bound_device_id = torch.device("cuda", d.local_rank)
 stuff = {"rank": d.rank}
+
+class Noted:  # its pickle notes that it is read
+    def __reduce__(self):
+        return exec, ("import os; os.environ['READ'] = os.environ.get('READ', '') + 'x'",)
+
+d.gather(Noted())
 print(json.dumps({
     "getters": [d.get_rank(), d.get_size(), d.get_local_rank(), d.get_num_agents()],
     "attributes": [d.rank, d.size, d.local_rank, d.local_size, d.cross_rank, d.cross_size],
     "allgather": d.allgather(stuff),
     "gather": d.gather(stuff),
+    "read": os.environ.get("READ", ""),
     "broadcast": d.broadcast(stuff),
     "allgather_local": d.allgather_local(stuff),
     "gather_local": d.gather_local(stuff),
@@ -93,6 +100,7 @@ def test_collectives_on_two_machines() -> None:
         assert result["allgather"] == stuff_of(0, 1, 2, 3)
         assert result["allgather_local"] == stuff_of(first, first + 1)
         assert result["gather"] == (stuff_of(0, 1, 2, 3) if rank == 0 else None)
+        assert result["read"] == ("xxxx" if rank == 0 else "")  # other ranks do not get it
         assert result["gather_local"] == (stuff_of(first, first + 1) if rank % 2 == 0 else None)
         assert result["broadcast"] == {"rank": 0}
         assert result["broadcast_local"] == {"rank": first}
