@@ -1,7 +1,8 @@
 """Measures the cost of failures: the time to the last batch, relative to a run without them.
 
 Each contestant trains twice on 2 CPU ranks, with checkpoints in an S3 gateway on this machine: once
-undisturbed, and once with a list of failures at fixed batches, which a seed gives.
+undisturbed, and once with a list of failures at fixed batches, which a seed gives. With
+``--every``, one rank is killed again and again instead, for a fixed time.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -18,7 +20,7 @@ from typing import Any
 
 from benchmarks.figures import conclude
 from benchmarks.goodput.contestants import NAMES, Contestant, contestant, missing_modules
-from benchmarks.goodput.failures import KINDS, RANKS, Failure, planned
+from benchmarks.goodput.failures import KINDS, RANKS, Failure, planned, repeated
 from benchmarks.goodput.figure import drawn
 from benchmarks.goodput.harness import (
     Harness,
@@ -35,6 +37,7 @@ from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.s3 import ceph_gateway
 
 OURS = "trialflow"
+ENDLESS = 10**6
 TARGETS = {
     "lost_share_trialflow": 0.15,
     "hands_trialflow": 0,
@@ -46,21 +49,23 @@ TARGETS = {
 
 def measure(
     new_run: Callable[[Job], Contestant], arguments: argparse.Namespace,
-    failures: list[Failure], storage: FaultyS3, logs: Path | None,
+    failures: list[Failure], storage: FaultyS3, logs: Path | None, seconds: float | None = None,
 ) -> Outcome:  # fmt: skip
     """Measure one run of a contestant, with these failures.
 
     Args:
         logs: the folder for its output and records; None to keep neither.
+        seconds: the time after which the run is stopped; None to see all its batches.
     """
     with temporary_folder() as folder:
         job = Job(
             folder=folder, bucket=storage.backend.new_bucket(), batches=arguments.batches,
             batch_seconds=arguments.batch_seconds, save_every=arguments.save_every,
-            stall_seconds=arguments.stall,
+            stall_seconds=arguments.stall, micro_batches=arguments.ranks,
         )  # fmt: skip
         try:
-            return Harness(new_run(job), job, failures, storage, arguments.outage).measure()
+            harness = Harness(new_run(job), job, failures, storage, arguments.outage, seconds)
+            return harness.measure()
         finally:
             if logs is not None:
                 shutil.copytree(folder, logs, ignore=only_records, dirs_exist_ok=True)
@@ -76,10 +81,17 @@ def both(
         with contestant(name, Path(folder), storage.server()) as new_run:
             undisturbed = measure(new_run, arguments, [], storage, logs and logs / "undisturbed")
             print(f"{name}, {undisturbed.seconds:.1f} s; now with failures", flush=True)
-            disturbed = measure(new_run, arguments, failures, storage, logs and logs / "failures")
+            limit = arguments.seconds if arguments.every else None
+            if limit is not None:
+                arguments = argparse.Namespace(**{**vars(arguments), "batches": ENDLESS})
+            disturbed = measure(
+                new_run, arguments, failures, storage, logs and logs / "failures", limit
+            )
         if logs:
             shutil.copytree(folder, logs, ignore=only_records, dirs_exist_ok=True)
     disturbed.left += killed_after_a_while(before)
+    if arguments.every:
+        return counted(undisturbed, disturbed)
     return compared(undisturbed, disturbed, failures)
 
 
@@ -113,6 +125,43 @@ def compared(
     }
 
 
+def counted(undisturbed: Outcome, disturbed: Outcome) -> dict[str, Any]:
+    """Return the results of a contestant whose ranks were killed again and again."""
+    batches = len(disturbed.weights)
+    pace = undisturbed.seconds / (len(undisturbed.weights) - 1)
+    same = {batch: disturbed.weights[batch] for batch in undisturbed.weights if batch <= batches}
+    departures = [first_difference(same, undisturbed.weights), disturbed.changed]
+    return {
+        "failures": len(disturbed.failed),
+        "seconds": disturbed.seconds,
+        "batches": batches,
+        "goodput": (batches - 1) * pace / disturbed.seconds,
+        "counted": batches / disturbed.trained,
+        "missing": max(disturbed.weights) - batches,
+        "twice": disturbed.twice,
+        "twice_seconds": disturbed.twice * pace,
+        "gaps": disturbed.gaps,
+        "hands": disturbed.hands,
+        "departed_at": min((it for it in departures if it is not None), default=None),
+        "left": [*undisturbed.left, *disturbed.left],
+    }
+
+
+def shown_repeated(results: dict[str, dict[str, Any]]) -> str:
+    """Return a table in Markdown."""
+    rows = ["| | failures | batches | goodput | batches that counted | seconds to the next batch "
+            "| batches trained twice | hands | same weights | processes left |",
+            "|---|---:|---:|---:|---:|---:|---:|---:|---|---:|"]  # fmt: skip
+    rows += [
+        f"| {name} | {it['failures']} | {it['batches']} | {it['goodput']:.3f} "
+        f"| {it['counted']:.3f} | {statistics.median(it['gaps']):.2f} | {it['twice']} "
+        f"| {len(it['hands'])} | {'yes' if it['departed_at'] is None else it['departed_at']} "
+        f"| {len(it['left'])} |"
+        for name, it in results.items()
+    ]
+    return "\n".join(rows)
+
+
 def shown(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
     """Return two tables in Markdown: the figures, and the cost of each failure."""
     kinds = [*kinds]
@@ -137,6 +186,26 @@ def shown(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
         ]  # fmt: skip
         rows.append(f"| {KINDS[kind]} | " + " | ".join(cells) + " |")
     return "\n".join(rows)
+
+
+def concluded_repeated(results: dict[str, dict[str, Any]], every: float) -> None:
+    """Print the last line of a run with `--every`."""
+    figures: dict[str, float] = {"every_seconds": every}
+    for name, it in results.items():
+        figures |= {
+            f"goodput_{name}": it["goodput"],
+            f"counted_share_{name}": it["counted"],
+            f"failures_{name}": it["failures"],
+            f"gap_seconds_{name}": statistics.median(it["gaps"]),
+            f"twice_seconds_{name}": it["twice_seconds"] / it["failures"],
+            f"hands_{name}": len(it["hands"]),
+            f"missing_batches_{name}": it["missing"],
+            f"departed_{name}": it["departed_at"] is not None,
+            f"processes_left_{name}": len(it["left"]),
+        }
+    none_of = ("hands", "missing_batches", "departed", "processes_left")
+    targets = {f"{what}_{OURS}": 0 for what in none_of} if OURS in results else {}
+    conclude(figures, targets)
 
 
 def concluded(results: dict[str, dict[str, Any]]) -> None:
@@ -183,6 +252,9 @@ def main() -> None:
     parser.add_argument("--stall", type=float, default=20.0, help="seconds until ranks are hung")
     parser.add_argument("--outage", type=float, default=30.0, help="seconds without the storage")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--every", type=float, help="seconds from one death of a rank to the next")
+    parser.add_argument("--seconds", type=float, default=600.0, help="of a run with --every")
     parser.add_argument("--into", type=Path, help="a JSON file: adds these results to those in it")
     parser.add_argument("--logs", type=Path, help="a folder for the contestants' logs")
     parser.add_argument("--figure", type=Path, help="an SVG file to draw")
@@ -190,7 +262,11 @@ def main() -> None:
     os.environ.pop("PREFECT_API_URL", None)
     os.environ["PYTHONPATH"] = str(ROOT)
     outage_batches = round(arguments.outage / arguments.batch_seconds)
-    failures = planned(arguments.failures, arguments.batches, arguments.seed, outage_batches)
+    if arguments.every:
+        plan = (arguments.every, arguments.seconds, arguments.ranks, arguments.seed)
+        failures = repeated(*plan)
+    else:
+        failures = planned(arguments.failures, arguments.batches, arguments.seed, outage_batches)
     results: dict[str, dict[str, Any]] = {}
     if arguments.into and arguments.into.exists():
         results = json.loads(arguments.into.read_text())
@@ -204,6 +280,10 @@ def main() -> None:
             results[name] = both(name, arguments, failures, storage)
             if arguments.into:
                 arguments.into.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.every:
+        print(shown_repeated(results))
+        concluded_repeated(results, arguments.every)
+        return
     print(shown(results, arguments.failures))
     if arguments.figure:
         arguments.figure.write_text(drawn(results, arguments.batches))

@@ -18,8 +18,6 @@ from benchmarks.goodput.workload import Job
 from benchmarks.ranks import ENVIRONMENT, ROOT
 from tests.support.s3 import S3Server
 
-RANKS = 2
-
 
 class Contestant(Protocol):
     """A run of a contestant, which the harness starts and disturbs."""

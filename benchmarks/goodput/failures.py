@@ -25,11 +25,13 @@ class Failure:
     Attributes:
         kind: of `KINDS`.
         rank: the one that is killed or hangs.
+        after_seconds: the least time since the failure before it, or since the first batch.
     """
 
     kind: str
     batch: int
     rank: int = 0
+    after_seconds: float = 0.0
 
 
 def planned(kinds: Sequence[str], batches: int, seed: int, outage_batches: int) -> list[Failure]:
@@ -58,3 +60,12 @@ def planned(kinds: Sequence[str], batches: int, seed: int, outage_batches: int) 
         found.append(Failure(kind, batch, draw.randrange(2)))
         begins += length + (outage_batches if kind == STORAGE else 0)
     return found
+
+
+def repeated(every_seconds: float, seconds: float, ranks: int, seed: int) -> list[Failure]:
+    """Return the deaths of one rank, drawn anew each time, of a run of so many seconds."""
+    draw = random.Random(seed)
+    return [
+        Failure("rank", 0, draw.randrange(ranks), every_seconds)
+        for _ in range(int(seconds / every_seconds))
+    ]

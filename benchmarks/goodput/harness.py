@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import psutil
 
-from benchmarks.goodput.contestants import RANKS, Contestant
+from benchmarks.goodput.contestants import Contestant
 from benchmarks.goodput.failures import Failure
 from benchmarks.goodput.workload import Job, hang_file
 from tests.support.faults.plan import Fault, Plan
@@ -59,6 +59,8 @@ class Outcome:
             out: both runs have it, and other work on the machine changes it most.
         trained: the number of trained batches; repeated batches count each time.
         weights: digest by batch, of the last time that it was trained.
+        changed: the first batch after which the weights were others when it was trained again.
+        gaps: seconds from each failure to the end of the first batch of a new process.
         failed: kind of each failure, seconds since the first batch, and the last batch before it.
         hands: by kind of failure, the reason for a hand.
         left: command lines of processes that outlived their run, or their launcher at a hand.
@@ -72,6 +74,8 @@ class Outcome:
     hands: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     curve: list[tuple[float, int]] = field(default_factory=list)
+    changed: int | None = None
+    gaps: list[float] = field(default_factory=list)
 
     @property
     def twice(self) -> int:
@@ -100,18 +104,26 @@ def summed_up(lines: Sequence[Line], failed: Sequence[tuple[str, float]] = ()) -
         lines: the lines of rank 0, in the order of their writing.
         failed: kind and time of each failure.
     """
-    began = lines[0].at
+    began, last = lines[0].at, {line.batch: line.weights for line in lines}
     stride = max(1, len(lines) // 400)
     return Outcome(
         seconds=lines[-1].at - began,
         trained=len(lines),
-        weights={line.batch: line.weights for line in lines},
+        weights=last,
         failed=[
             (kind, at - began, [line.batch for line in lines if line.at <= at][-1])
             for kind, at in failed
         ],
         curve=[(line.at - began, line.batch) for line in lines[::stride]],
+        changed=first_difference({line.batch: line.weights for line in reversed(lines)}, last),
+        gaps=[after[0] - at for _, at in failed if (after := _of_new_process(lines, at))],
     )
+
+
+def _of_new_process(lines: Sequence[Line], failed_at: float) -> list[float]:
+    """Return when the batches of another process than that of the failure have ended."""
+    (*_, before) = (line for line in lines if line.at <= failed_at)
+    return [line.at for line in lines if line.at > failed_at and line.pid != before.pid]
 
 
 def first_difference(run: dict[int, int], undisturbed: dict[int, int]) -> int | None:
@@ -132,16 +144,19 @@ class Harness:
     Args:
         storage: the proxy in front of the S3 gateway.
         outage_seconds: the length of the storage's outage.
+        seconds: the run is stopped so long after its first batch; None to see all its batches.
     """
 
     def __init__(
         self, run: Contestant, job: Job, failures: Sequence[Failure], storage: FaultyS3,
-        outage_seconds: float,
+        outage_seconds: float, seconds: float | None = None,
     ) -> None:  # fmt: skip
         self._run, self._job, self._failures = run, job, [*failures]
         self._storage, self._outage_seconds = storage, outage_seconds
         self._around = {each.pid for each in below(())}
-        self._ranks = RANKS
+        self._records: dict[int, Record] = {}
+        self._seconds = seconds
+        self._ranks = job.micro_batches
         self._failed: list[tuple[str, float]] = []
         self._hands: dict[str, str] = {}
         self._outlived: list[str] = []
@@ -176,22 +191,28 @@ class Harness:
                 hands += 1
             if hands > MOST_HANDS:
                 raise TimeoutError(f"{hands} hands did not bring the run to its end")
+        if self._seconds is not None:
+            self._run.stop()
         deadline = time.time() + END_SECONDS
         while not self._run.has_ended() and time.time() < deadline:
             time.sleep(POLL_SECONDS)
 
     def _is_done(self) -> bool:
+        if self._seconds is not None:
+            lines = self._lines(0)
+            return bool(lines) and time.time() - lines[0].at >= self._seconds
         return all(
             (lines := self._lines(rank)) and lines[-1].batch >= self._job.batches
             for rank in range(self._ranks)
         )
 
     def _is_ready(self) -> bool:
-        """Return whether the run trains, has its storage, and reached the next failure's batch."""
-        lines = self._lines(0)
+        """Return whether the run trains, has its storage, and reached the next failure."""
+        lines, failure = self._lines(0), self._failures[0]
         return (
             bool(lines)
-            and lines[-1].batch >= self._failures[0].batch
+            and lines[-1].batch >= failure.batch
+            and time.time() - max(lines[0].at, self._touched) >= failure.after_seconds
             and lines[-1].at > self._touched
             and time.time() > self._away_until
         )
@@ -259,7 +280,9 @@ class Harness:
         return found
 
     def _lines(self, rank: int) -> list[Line]:
-        return read_lines(Path(self._job.folder, f"rank-{rank}.txt"))
+        if rank not in self._records:
+            self._records[rank] = Record(Path(self._job.folder, f"rank-{rank}.txt"))
+        return self._records[rank].lines()
 
     def _say(self, what: str) -> None:
         print(f"  {time.strftime('%H:%M:%S')} {what}", flush=True)
@@ -279,11 +302,26 @@ def killed_after_a_while(around: Container[int]) -> list[str]:
     return _killed(left)
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Read the record of a rank so far."""
-    text = path.read_text() if path.exists() else ""
-    rows = [each.split() for each in text.splitlines(keepends=True) if each.endswith("\n")]
-    return [Line(int(batch), float(at), int(pid), int(sum_)) for batch, at, pid, sum_ in rows]
+class Record:
+    """A rank's record, read as it grows: reading it whole each time would slow the ranks down."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read_bytes = path, 0
+        self._lines: list[Line] = []
+
+    def lines(self) -> list[Line]:
+        """Return all lines so far; an unfinished one is left out."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._read_bytes)
+                text, _, _ = file.read().rpartition(b"\n")
+            if text:
+                self._read_bytes += len(text) + 1
+                self._lines += [
+                    Line(int(batch), float(at), int(pid), int(digest))
+                    for batch, at, pid, digest in map(bytes.split, text.split(b"\n"))
+                ]
+        return self._lines
 
 
 def _send(number: signal.Signals, processes: Iterable[psutil.Process]) -> None:

@@ -7,10 +7,9 @@ from typing import Any
 import deepspeed
 from torch.utils.data import Subset
 
-from benchmarks.goodput.with_deepspeed import CONFIG
+from benchmarks.goodput.with_deepspeed import config
 from benchmarks.goodput.workload import (
     MICRO_BATCH_SAMPLES,
-    MICRO_BATCHES,
     Job,
     Recorder,
     dataset,
@@ -27,7 +26,7 @@ class GoodputTrial(DeepSpeedTrial):
         self.context = context
         self.model = new_model()
         engine, *_ = deepspeed.initialize(
-            model=self.model, model_parameters=self.model.parameters(), config=CONFIG
+            model=self.model, model_parameters=self.model.parameters(), config=config(Job.given())
         )
         self.engine = context.wrap_model_engine(engine)
         self.recorder: Recorder | None = None
@@ -52,5 +51,5 @@ class GoodputTrial(DeepSpeedTrial):
         return DataLoader(dataset(), batch_size=MICRO_BATCH_SAMPLES, shuffle=True)
 
     def build_validation_data_loader(self) -> DataLoader:
-        few = Subset(dataset(), range(MICRO_BATCH_SAMPLES * MICRO_BATCHES))
+        few = Subset(dataset(), range(Job.given().batch_samples))
         return DataLoader(few, batch_size=MICRO_BATCH_SAMPLES)

@@ -16,10 +16,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.goodput.s3_folders import download, upload
 from benchmarks.goodput.workload import (
-    BATCHES_PER_EPOCH,
     LEARNING_RATE,
     MICRO_BATCH_SAMPLES,
-    MICRO_BATCHES,
     Job,
     Recorder,
     dataset,
@@ -42,7 +40,7 @@ def train(job: Job, accelerator: Accelerator) -> None:
             accelerator.load_state(folder)
     recorder = Recorder(job, accelerator.process_index, trained)
     while trained < job.batches:
-        epoch, place = divmod(trained, BATCHES_PER_EPOCH)
+        epoch, place = divmod(trained, job.batches_per_epoch)
         loader.set_epoch(epoch)
         skipped = place * accelerator.gradient_accumulation_steps
         for (batch,) in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
@@ -76,7 +74,7 @@ def main() -> None:
         kwargs_handlers=[timeout],
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     )
-    accelerator.gradient_accumulation_steps = MICRO_BATCHES // accelerator.num_processes
+    accelerator.gradient_accumulation_steps = job.micro_batches // accelerator.num_processes
     train(job, accelerator)
     accelerator.end_training()
 

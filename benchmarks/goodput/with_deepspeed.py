@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from benchmarks.goodput.s3_folders import download, upload
 from benchmarks.goodput.workload import (
     LEARNING_RATE,
     MICRO_BATCH_SAMPLES,
-    MICRO_BATCHES,
     Job,
     MicroBatches,
     Recorder,
@@ -26,11 +26,14 @@ from benchmarks.goodput.workload import (
 )
 from trial_core.deepspeed.op_builds import prepare_op_builds
 
-CONFIG = {
-    "train_batch_size": MICRO_BATCH_SAMPLES * MICRO_BATCHES,
-    "train_micro_batch_size_per_gpu": MICRO_BATCH_SAMPLES,
-    "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
-}
+
+def config(job: Job) -> dict[str, Any]:
+    """Return DeepSpeed's configuration."""
+    return {
+        "train_batch_size": job.batch_samples,
+        "train_micro_batch_size_per_gpu": MICRO_BATCH_SAMPLES,
+        "optimizer": {"type": "Adam", "params": {"lr": LEARNING_RATE, "torch_adam": True}},
+    }
 
 
 def train(job: Job, folder: Path) -> None:
@@ -42,7 +45,7 @@ def train(job: Job, folder: Path) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = new_model()
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=CONFIG
+        model=model, model_parameters=model.parameters(), config=config(job)
     )
     if rank == 0:
         download(folder, job.bucket)
@@ -50,7 +53,7 @@ def train(job: Job, folder: Path) -> None:
     _, state = engine.load_checkpoint(str(folder)) if (folder / "latest").exists() else (None, {})
     trained: int = state.get("step", 0)
     recorder = Recorder(job, rank, trained)
-    batches = iter(DataLoader(dataset(), batch_sampler=MicroBatches(rank, ranks, trained)))
+    batches = iter(DataLoader(dataset(), batch_sampler=MicroBatches(job, rank, ranks, trained)))
     while trained < job.batches:
         for _ in range(engine.gradient_accumulation_steps()):
             (batch,) = next(batches)

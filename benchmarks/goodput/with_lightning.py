@@ -23,7 +23,6 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from benchmarks.goodput.workload import (
     LEARNING_RATE,
     MICRO_BATCH_SAMPLES,
-    MICRO_BATCHES,
     Job,
     Recorder,
     dataset,
@@ -82,7 +81,7 @@ def main() -> None:
         strategy=DDPStrategy(
             process_group_backend="gloo", timeout=timedelta(seconds=job.stall_seconds)
         ),
-        accumulate_grad_batches=MICRO_BATCHES // ranks, max_steps=job.batches, max_epochs=-1,
+        accumulate_grad_batches=job.micro_batches // ranks, max_steps=job.batches, max_epochs=-1,
         callbacks=[Recording(job), checkpoints], default_root_dir=job.folder,
         use_distributed_sampler=False, logger=False,
         enable_progress_bar=False, enable_model_summary=False,

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from benchmarks.goodput.workload import (
     LEARNING_RATE,
-    MICRO_BATCHES,
     Job,
     MicroBatches,
     Recorder,
@@ -44,8 +43,8 @@ def train() -> None:
         trained = state["trained"]
     model = prepare_model(module)
     recorder = Recorder(job, rank, trained)
-    batches = iter(DataLoader(dataset(), batch_sampler=MicroBatches(rank, ranks, trained)))
-    parts = MICRO_BATCHES // ranks
+    batches = iter(DataLoader(dataset(), batch_sampler=MicroBatches(job, rank, ranks, trained)))
+    parts = job.micro_batches // ranks
     while trained < job.batches:
         for _ in range(parts):
             (batch,) = next(batches)
@@ -79,7 +78,7 @@ def main() -> None:
 
     job = Job.given()
     endpoint = urllib.parse.quote(os.environ["AWS_ENDPOINT_URL"], safe="")
-    ray.init(num_cpus=MICRO_BATCHES, object_store_memory=2**27)
+    ray.init(num_cpus=job.micro_batches, object_store_memory=2**27)
     TorchTrainer(
         train,
         scaling_config=ScalingConfig(num_workers=int(sys.argv[1])),

@@ -1,7 +1,7 @@
 """The work of every contestant: one model, the same samples, and a record of each batch.
 
-A batch has two micro-batches, one on each of two ranks, or both on one. So a run may continue bit
-for bit on another number of ranks, if its contestant shares samples so.
+A batch has a micro-batch for each rank at first, which one rank alone also trains. So a run may
+continue bit for bit on it, if its contestant shares samples so.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from torch.utils.data import Sampler, TensorDataset
 from benchmarks.models import SAMPLES, Small
 
 MICRO_BATCH_SAMPLES = Small.micro_batch_size
-MICRO_BATCHES = 2
-BATCHES_PER_EPOCH = SAMPLES // (MICRO_BATCH_SAMPLES * MICRO_BATCHES)
 LEARNING_RATE = 1e-3
 VARIABLE = "GOODPUT_JOB"
 
@@ -39,6 +37,7 @@ class Job:
         batch_seconds: the shortest time of a batch.
         save_every: batches between checkpoints.
         stall_seconds: the time without a batch, or in a collective, after which ranks hang.
+        micro_batches: the number of micro-batches of a batch, of all ranks together.
         restarts: how often ranks may be launched again.
     """
 
@@ -48,12 +47,21 @@ class Job:
     batch_seconds: float
     save_every: int
     stall_seconds: float
-    restarts: int = 100
+    micro_batches: int = 2
+    restarts: int = 1000
 
     @classmethod
     def given(cls) -> Job:
         """Return the job in this process's environment."""
         return cls(**json.loads(os.environ[VARIABLE]))
+
+    @property
+    def batch_samples(self) -> int:
+        return MICRO_BATCH_SAMPLES * self.micro_batches
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return SAMPLES // self.batch_samples
 
     @property
     def environment(self) -> dict[str, str]:
@@ -75,18 +83,19 @@ def dataset() -> TensorDataset:
 class MicroBatches(Sampler[list[int]]):
     """Yields a rank's micro-batches from batch `start` on, without end, for hand-written loops.
 
-    The order depends on the epoch alone. A single rank has the micro-batches of two, in turn.
+    The order depends on the epoch alone. A single rank has the micro-batches of all, in turn.
     """
 
-    def __init__(self, rank: int, ranks: int, start: int) -> None:
-        self._share = range(rank, MICRO_BATCHES, ranks)
-        self._start = start
+    def __init__(self, job: Job, rank: int, ranks: int, start: int) -> None:
+        self._job, self._start = job, start
+        self._share = range(rank, job.micro_batches, ranks)
 
     def __iter__(self) -> Iterator[list[int]]:
+        shape = (self._job.batches_per_epoch, self._job.micro_batches, MICRO_BATCH_SAMPLES)
         for batch in itertools.count(self._start):
-            epoch, place = divmod(batch, BATCHES_PER_EPOCH)
+            epoch, place = divmod(batch, self._job.batches_per_epoch)
             order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
-            micro_batches = order.view(BATCHES_PER_EPOCH, MICRO_BATCHES, MICRO_BATCH_SAMPLES)[place]
+            micro_batches = order.view(shape)[place]
             for each in self._share:
                 yield micro_batches[each].tolist()
 

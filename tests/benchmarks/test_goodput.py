@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from torch.utils.data import DataLoader
 
-from benchmarks.goodput.failures import KINDS, planned
+from benchmarks.goodput.failures import KINDS, planned, repeated
 from benchmarks.goodput.figure import drawn
-from benchmarks.goodput.harness import Line, first_difference, summed_up
-from benchmarks.goodput.workload import BATCHES_PER_EPOCH, MicroBatches, dataset
+from benchmarks.goodput.harness import Line, Record, first_difference, summed_up
+from benchmarks.goodput.workload import Job, MicroBatches, dataset
 from tests.benchmarks.outcome import outcome_of
+
+JOB = Job("/nowhere", "s3://none", 10, 0.1, 5, 20.0)
 
 
 def lines(*batches: int, seconds: float = 0.5) -> list[Line]:
@@ -56,16 +60,47 @@ def test_the_first_batch_that_differs_is_found() -> None:
     assert first_difference({1: 10, 2: 20, 3: 31, 4: 41}, undisturbed) == 3
 
 
-@pytest.mark.parametrize("start", [0, BATCHES_PER_EPOCH - 1])
+@pytest.mark.parametrize("start", [0, JOB.batches_per_epoch - 1])
 def test_one_rank_reads_what_two_ranks_read(start: int) -> None:
     """Also from the end of an epoch on."""
     one, first, second = (
-        iter(DataLoader(dataset(), batch_sampler=MicroBatches(rank, ranks, start)))
+        iter(DataLoader(dataset(), batch_sampler=MicroBatches(JOB, rank, ranks, start)))
         for rank, ranks in ((0, 1), (0, 2), (1, 2))
     )
     for _ in range(2):
         for turn in (first, second):
             assert next(one)[0].equal(next(turn)[0])
+
+
+def test_repeated_failures_kill_one_rank_each_time() -> None:
+    """Each so long after the one before; the seed draws the ranks."""
+    failures = repeated(15.0, 601.0, 4, 3)
+    assert len(failures) == 40
+    assert {each.kind for each in failures} == {"rank"}
+    assert {each.after_seconds for each in failures} == {15.0}
+    assert {each.rank for each in failures} == {0, 1, 2, 3}
+
+
+def test_other_weights_of_a_batch_that_is_trained_again_are_seen() -> None:
+    """The first batch after which they differ; and the time until a new process has trained one."""
+    again = [line._replace(at=line.at + 5.0, pid=2) for line in lines(3, 4, 5)]
+    record = lines(1, 2, 3, 4) + again
+    run = summed_up(record, [("rank", 101.6)])  # the other rank: this one ends its batch
+    assert (run.changed, run.gaps) == (None, [again[0].at - 101.6])
+    record[-2] = record[-2]._replace(weights=99)
+    assert summed_up(record).changed == 4
+
+
+def test_a_record_is_read_as_it_grows(tmp_path: Path) -> None:
+    """An unfinished line counts once it is whole; a file that is not there yet has none."""
+    path = tmp_path / "rank-0.txt"
+    record = Record(path)
+    assert record.lines() == []
+    path.write_text("1 10.5 7 77\n2 11")
+    assert record.lines() == [Line(1, 10.5, 7, 77)]
+    with path.open("a") as file:
+        file.write(".5 7 78\n")
+    assert record.lines() == [Line(1, 10.5, 7, 77), Line(2, 11.5, 7, 78)]
 
 
 def test_the_figure_names_each_contestant_with_its_goodput() -> None:

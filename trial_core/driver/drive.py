@@ -400,6 +400,11 @@ class Driver:
             if decision.leaves is not None:
                 pool.leave(decision.leaves, why)
         clear_rank_files(self._run.run_dir)
+        if decision.pause_seconds:
+            self._run.logger.warning(
+                "the ranks are launched again in %d s: no checkpoint was stored since the restart "
+                "before this one", decision.pause_seconds,
+            )  # fmt: skip
         if self._run.stopping.wait(decision.pause_seconds):
             raise Stopped(f"no ranks ran{self._last_checkpoint()}") from state.failure
         return Launching()  # a newer checkpoint may be stored than the earlier launch saved

@@ -180,7 +180,8 @@ class FailurePolicy:
         if isinstance(failure, LaunchError):  # the number of ranks is not the cause
             works = bool(self._trained_slots)
         restarts = self._restarts
-        if not restarts.grant(failure, launch.status.batches_trained, works):
+        status = launch.status
+        if not restarts.grant(failure, status.batches_trained, works, status.began_at):
             return None
         launch.run.observer.restarting(str(failure), restarts.count, restarts.limit)
         node = None if launch.status.has_trained else _failed_node(failure)
@@ -210,19 +211,29 @@ def _failed_node(failure: Failure) -> str | None:
 
 
 class Restarts:
-    """The restarts of one run, of which `count` were granted."""
+    """The restarts of one run, of which `count` were granted.
+
+    The pause before a restart doubles while launches begin at the same batch: whatever ends them
+    may need time. A launch that has begun at a later one shows that restarts help.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.count = 0
+        self._from_here = 0
+        self._farthest = -1
         self._last_cause: tuple[object, ...] | None = None
 
     def grant(
-        self, failure: RankFailed | Stalled | LaunchError, batches_trained: int, works: bool
-    ) -> bool:
+        self, failure: RankFailed | Stalled | LaunchError, batches_trained: int, works: bool,
+        began_at: int,
+    ) -> bool:  # fmt: skip
         """Decide whether to launch the ranks again after `failure`. Counts a granted restart.
 
-        The last workload ended at `batches_trained`. It `works` if such ranks have trained a batch.
+        Args:
+            batches_trained: where the last workload ended.
+            works: True if such ranks have trained a batch.
+            began_at: the batch at which the failed launch began.
         """
         cause = _cause(failure, batches_trained)
         if self.count == self.limit or cause == self._last_cause:
@@ -230,12 +241,14 @@ class Restarts:
         if not _can_help(failure, works):
             return False
         self.count, self._last_cause = self.count + 1, cause
+        self._from_here = 1 if began_at > self._farthest else self._from_here + 1
+        self._farthest = max(self._farthest, began_at)
         return True
 
     @property
     def pause_seconds(self) -> int:
-        """The pause before the last granted restart. The first restart has none."""
-        return 0 if self.count <= 1 else min(2 ** (self.count - 1), MAX_PAUSE_SECONDS)
+        """The pause before the last granted restart. The first one at a batch has none."""
+        return 0 if self._from_here <= 1 else min(2 ** (self._from_here - 1), MAX_PAUSE_SECONDS)
 
 
 def _can_help(failure: RankFailed | Stalled | LaunchError, works: bool) -> bool:

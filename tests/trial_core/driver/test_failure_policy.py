@@ -37,16 +37,16 @@ def raised(
 def test_at_most_max_restarts_are_granted(max_restarts: int) -> None:
     """The failure after the last restart ends the run."""
     restarts = Restarts(max_restarts)
-    granted = [restarts.grant(killed(), 5, True) for _ in range(max_restarts + 2)]
+    granted = [restarts.grant(killed(), 5, True, 0) for _ in range(max_restarts + 2)]
     assert granted == [True] * max_restarts + [False] * 2
 
 
 def test_an_exception_before_training_is_not_retried() -> None:
     """It would be raised again, so no restart is spent on it; a killed rank gets one."""
     restarts = Restarts(5)
-    assert not restarts.grant(raised(), 0, False)
+    assert not restarts.grant(raised(), 0, False, 0)
     assert restarts.count == 0
-    assert restarts.grant(killed(), 0, False)
+    assert restarts.grant(killed(), 0, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -64,19 +64,28 @@ def test_an_exception_before_training_is_not_retried() -> None:
 def test_a_repeated_exception_is_not_retried(again: Any, is_granted: bool) -> None:
     """The same type of exception at the same batch after a restart ends the run."""
     restarts = Restarts(5)
-    assert restarts.grant(raised(), 8, True)
+    assert restarts.grant(raised(), 8, True, 0)
     failure, batches_trained = again()
-    assert restarts.grant(failure, batches_trained, True) == is_granted
+    assert restarts.grant(failure, batches_trained, True, 0) == is_granted
 
 
 def test_the_pause_before_a_restart_grows() -> None:
     """From none to one minute."""
     restarts, pauses = Restarts(8), []
     for _ in range(8):
-        assert restarts.grant(Stalled("no batch has ended"), 8, True)
+        assert restarts.grant(Stalled("no batch has ended"), 8, True, 0)
         pauses.append(restarts.pause_seconds)
     assert pauses == [0, 2, 4, 8, 16, 32, 60, 60]
-    assert not restarts.grant(Stalled("no batch has ended"), 8, True)
+    assert not restarts.grant(Stalled("no batch has ended"), 8, True, 0)
+
+
+def test_a_restart_that_brought_the_run_further_has_no_pause() -> None:
+    """A launch that begins at a later batch ends the pauses; one at the same batch does not."""
+    restarts, pauses = Restarts(8), []
+    for began_at in (0, 0, 0, 10, 20, 20, 20, 30):
+        assert restarts.grant(killed(), began_at + 5, True, began_at)
+        pauses.append(restarts.pause_seconds)
+    assert pauses == [0, 2, 4, 0, 0, 2, 4, 0]
 
 
 class FakePool:
@@ -294,9 +303,9 @@ def test_the_batches_of_an_unfinished_workload_count(tmp_path: Any) -> None:
     launches[1].note_failure(raised(at=700))
     assert [launch.status.has_trained for launch in launches] == [True, True]
     restarts = Restarts(5)
-    assert restarts.grant(raised(at=700), 0, True)
-    assert restarts.grant(raised(at=800), 0, True)
-    assert not restarts.grant(raised(at=800), 0, True)
+    assert restarts.grant(raised(at=700), 0, True, 0)
+    assert restarts.grant(raised(at=800), 0, True, 0)
+    assert not restarts.grant(raised(at=800), 0, True, 0)
 
 
 def out_of_memory(batches_trained: int) -> RankFailed:
