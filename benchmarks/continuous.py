@@ -1,13 +1,17 @@
 """Measures the cost of a SIGKILL with continuous checkpoints, and their cost to the loop.
 
 2 CPU ranks store their checkpoints in a real S3 gateway (Ceph) on this machine, which uses the same
-cores. ``--server moto`` is for testing the benchmark only. Each part is done twice, with the
-gateway as it is and with its uploads throttled (``throttled_…``):
+cores. ``--server moto`` is for testing the benchmark only. Parts ``as_is`` and ``throttled`` (its
+uploads are slowed down) measure both:
 
 - In one run, a rank is killed again and again, each time at a random moment once training goes on.
   A loss is the number of finished batches that are trained again.
 - Runs without a kill come in pairs, one that saves continuously and one only at its end, in
   alternating order. The overhead is the time of the same batches, less the other run's.
+
+Part ``remote`` has only such pairs, with a checkpoint every ten batches. There the shards end in a
+process that counts and forgets them, so that of an upload only the ranks' own cost is left, as
+beside a storage on another machine.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import multiprocessing
 import random
 import statistics
 import threading
@@ -22,12 +27,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from benchmarks.figures import Estimate, conclude
 from benchmarks.ranks import experiment, rank_processes
 from benchmarks.workload import temporary_homes
+from tests.support.faults.s3 import faulty_s3
 from tests.support.s3 import S3Server, ceph_gateway, moto_server
 from trial_core.config import ExperimentConfig
 from trial_core.driver.drive import drive_trial
@@ -36,9 +43,12 @@ from trial_core.observe.events.observers import Observer
 from trial_core.schedule.stop_requests import StopHandler
 
 SERVERS = {"ceph": ceph_gateway, "moto": moto_server}
-TARGETS = {"lost_batches_median": 3.0, "overhead_percent": 3.0}
+TARGETS = {"lost_batches_median": 3.0, "overhead_percent": 3.0, "remote_overhead_percent": 5.0}
+PARTS = ("as_is", "throttled", "remote")
+EVERY_BATCHES, SMALL_BYTES = 10, 2**18
 RANKS, ENDLESS, WARM_UP = 2, 10**6, 3
 CHUNK_BYTES = 2**16
+Period = str | dict[str, int] | None
 
 
 @contextmanager
@@ -72,6 +82,30 @@ def throttled(server: S3Server, bytes_per_second: float) -> Iterator[S3Server]:
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
+
+
+@contextmanager
+def counting(server: S3Server) -> Iterator[S3Server]:
+    """Put a process before the server that forgets what is large, and passes on the rest."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_count, args=(server, theirs), daemon=True)
+    process.start()
+    try:
+        yield replace(server, endpoint_url=ours.recv())
+        ours.send("end")
+        print(f"{ours.recv() / 1e6:.0f} MB were counted and forgotten", flush=True)
+    finally:
+        process.kill()
+        process.join()
+
+
+def _count(server: S3Server, driver: Connection) -> None:
+    with faulty_s3(server) as proxy:
+        proxy.discards_from = SMALL_BYTES
+        driver.send(proxy.server().endpoint_url)
+        driver.recv()
+        driver.send(proxy.discarded_bytes)
 
 
 @dataclass
@@ -153,7 +187,7 @@ class Plan:
             _drive(config, stopping, kills)
         return kills.lost
 
-    def timed(self, server: S3Server, period: str | None) -> tuple[float, list[float]]:
+    def timed(self, server: S3Server, period: Period) -> tuple[float, list[float]]:
         """Return the seconds of the batches after the first few, and of each save."""
         record, stalls = self._new_record(), Stalls()
         config = self._config(server, record, period, WARM_UP + self.batches, 0)
@@ -166,7 +200,7 @@ class Plan:
         return self.folder / f"{uuid.uuid4().hex[:8]}.txt"
 
     def _config(
-        self, server: S3Server, record: Path, period: str | None, batches: int, restarts: int
+        self, server: S3Server, record: Path, period: Period, batches: int, restarts: int
     ) -> ExperimentConfig:
         return experiment(
             "benchmarks.stopping_trial:TimestampTrial", RANKS,
@@ -177,30 +211,38 @@ class Plan:
             },
             searcher={"name": "single", "metric": "seconds", "max_length": {"batches": batches}},
             min_checkpoint_period=period, max_restarts=restarts, tensorboard_logging=False,
+            **({} if period == "continuous" else {"scheduling_unit": EVERY_BATCHES}),
         )  # fmt: skip
 
 
-def figures_of(plan: Plan, server: S3Server, case: str) -> dict[str, float]:
-    """Measure on one server. Prints and returns the figures, whose names begin with `case`."""
+def losses(plan: Plan, server: S3Server, case: str) -> dict[str, float]:
+    """Measure what kills cost. Prints and returns the figures, whose names begin with `case`."""
     lost = plan.lost(server)
+    print(f"{case}lost batches {sorted(lost)}")
+    return {
+        f"{case}lost_batches_median": statistics.median(lost),
+        f"{case}lost_batches_most": max(lost),
+    }
+
+
+def overhead(plan: Plan, server: S3Server, case: str, period: Period) -> dict[str, float]:
+    """Measure what saving costs the loop. Prints and returns the figures, as `losses`."""
     overheads, stalls, seconds = [], list[float](), 0.0
     for number in range(plan.pairs):
         # The order alternates, so that a drift of the machine's speed cancels out.
-        order = ("continuous", None) if number % 2 == 0 else (None, "continuous")
-        taken = {period: plan.timed(server, period) for period in order}
-        (saving, saves), (bare, _) = taken["continuous"], taken[None]
+        order = (True, False) if number % 2 == 0 else (False, True)
+        taken = {saves: plan.timed(server, period if saves else None) for saves in order}
+        (saving, saves), (bare, _) = taken[True], taken[False]
         overheads.append(100 * (saving / bare - 1))
         stalls += saves
         seconds += saving
         print(f"{case}{plan.batches} batches: {saving:.2f} s, {bare:.2f} s without", flush=True)
-    overhead = Estimate.of(overheads)
-    print(f"{case}lost batches {sorted(lost)}; overhead {overhead.shown(2)} %")
+    added = Estimate.of(overheads)
+    print(f"{case}overhead {added.shown(2)} %")
     return {
-        f"{case}lost_batches_median": statistics.median(lost),
-        f"{case}lost_batches_most": max(lost),
-        f"{case}overhead_percent": overhead.median,
-        f"{case}overhead_percent_low": overhead.low,
-        f"{case}overhead_percent_high": overhead.high,
+        f"{case}overhead_percent": added.median,
+        f"{case}overhead_percent_low": added.low,
+        f"{case}overhead_percent_high": added.high,
         f"{case}stall_ms_median": 1000 * statistics.median(stalls),
         f"{case}stall_percent": 100 * sum(stalls) / seconds,
         f"{case}checkpoints_a_run": len(stalls) / plan.pairs,
@@ -216,6 +258,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--batches", type=int, default=40, help="in a run without a kill")
     parser.add_argument("--megabytes", type=float, default=20.0, help="a second, when throttled")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--server", choices=SERVERS, default="ceph")
     arguments = parser.parse_args()
@@ -224,10 +267,18 @@ def main() -> None:
             folder, arguments.model, arguments.kills, arguments.within, arguments.pairs,
             arguments.batches, arguments.seed,
         )  # fmt: skip
-        figures = figures_of(plan, server, "")
-        with throttled(server, 1e6 * arguments.megabytes) as slow:
-            figures |= figures_of(plan, slow, "throttled_")
-    conclude(figures, TARGETS)
+        figures: dict[str, float] = {}
+        if "as_is" in arguments.parts:
+            figures |= losses(plan, server, "")
+            figures |= overhead(plan, server, "", "continuous")
+        if "throttled" in arguments.parts:
+            with throttled(server, 1e6 * arguments.megabytes) as slow:
+                figures |= losses(plan, slow, "throttled_")
+                figures |= overhead(plan, slow, "throttled_", "continuous")
+        if "remote" in arguments.parts:
+            with counting(server) as remote:
+                figures |= overhead(plan, remote, "remote_", {"batches": EVERY_BATCHES})
+    conclude(figures, {name: most for name, most in TARGETS.items() if name in figures})
 
 
 def _drive(config: ExperimentConfig, stopping: StopHandler, observer: Observer) -> None:

@@ -68,6 +68,10 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         "lost_batches_median": ("batches that a SIGKILL costs, median", ""),
         "overhead_percent": ("time that continuous checkpoints add to the loop", "%"),
         "stall_ms_median": ("… the pause of each", "ms"),
+        "remote_overhead_percent": (
+            "time that a checkpoint every ten batches adds, with the storage on another machine",
+            "%",
+        ),
     },
     "stopping": {
         "cancel_and_save_seconds": ("from Cancel to free accelerators, with a checkpoint", "s"),
@@ -97,6 +101,15 @@ ROWS: dict[str, dict[str, tuple[str, str]]] = {
         "departed_trialflow": ("… runs whose weights differ from the undisturbed run's", ""),
         "processes_left_trialflow": ("… processes left", ""),
         "goodput_of_the_best_other": ("… goodput of the best other", ""),
+        "every_seconds": ("one rank is killed again after", "s"),
+        "every_ranks": ("… of so many ranks", ""),
+        r"every_goodput_(\w+)": ("… share of the time that trains", ""),
+        r"every_gap_seconds_(\w+)": ("… from SIGKILL to the next batch, median", "s"),
+        r"every_counted_share_(\w+)": ("… share of the trained batches that count", ""),
+        r"every_(hands|missing_batches|departed|processes_left)_trialflow": (
+            "… times that a person had to help, batches that are lost, runs with other weights, "
+            "processes left", "",
+        ),
     },
     "start": {
         "alone_seconds": ("from `trialflow train` to the first batch, without a server", "s"),
@@ -156,9 +169,23 @@ FIRST = {
 
 
 def latest(history: Iterable[Line]) -> dict[str, Line]:
-    """Return the last line of each benchmark: first the benchmarks of `ROWS`, in their order."""
-    last = {line["name"]: line for line in history}
-    return {name: last[name] for name in (*ROWS, *last) if name in last}
+    """Return the last line of each benchmark: first the benchmarks of `ROWS`, in their order.
+
+    Lines of goodput with another number of ranks, or without ``--every``, measure something else.
+    """
+    last = {_series(line): line for line in history}
+    order = [*ROWS]
+
+    def place(series: str) -> int:
+        name = last[series]["name"]
+        return order.index(name) if name in order else len(order)
+
+    return {series: last[series] for series in sorted(last, key=place)}
+
+
+def _series(line: Line) -> str:
+    ranks = line.get("figures", {}).get("every_ranks")
+    return line["name"] if ranks is None else f"{line['name']} --every, {ranks:g} ranks"
 
 
 def table(history: Iterable[Line]) -> str:

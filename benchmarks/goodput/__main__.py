@@ -188,23 +188,23 @@ def shown(results: dict[str, dict[str, Any]], kinds: Iterable[str]) -> str:
     return "\n".join(rows)
 
 
-def concluded_repeated(results: dict[str, dict[str, Any]], every: float) -> None:
+def concluded_repeated(results: dict[str, dict[str, Any]], every: float, ranks: int) -> None:
     """Print the last line of a run with `--every`."""
-    figures: dict[str, float] = {"every_seconds": every}
+    figures: dict[str, float] = {"every_seconds": every, "every_ranks": ranks}
     for name, it in results.items():
         figures |= {
-            f"goodput_{name}": it["goodput"],
-            f"counted_share_{name}": it["counted"],
-            f"failures_{name}": it["failures"],
-            f"gap_seconds_{name}": statistics.median(it["gaps"]),
-            f"twice_seconds_{name}": it["twice_seconds"] / it["failures"],
-            f"hands_{name}": len(it["hands"]),
-            f"missing_batches_{name}": it["missing"],
-            f"departed_{name}": it["departed_at"] is not None,
-            f"processes_left_{name}": len(it["left"]),
+            f"every_goodput_{name}": it["goodput"],
+            f"every_counted_share_{name}": it["counted"],
+            f"every_failures_{name}": it["failures"],
+            f"every_gap_seconds_{name}": statistics.median(it["gaps"]),
+            f"every_twice_seconds_{name}": it["twice_seconds"] / it["failures"],
+            f"every_hands_{name}": len(it["hands"]),
+            f"every_missing_batches_{name}": it["missing"],
+            f"every_departed_{name}": it["departed_at"] is not None,
+            f"every_processes_left_{name}": len(it["left"]),
         }
     none_of = ("hands", "missing_batches", "departed", "processes_left")
-    targets = {f"{what}_{OURS}": 0 for what in none_of} if OURS in results else {}
+    targets = {f"every_{what}_{OURS}": 0 for what in none_of} if OURS in results else {}
     conclude(figures, targets)
 
 
@@ -282,7 +282,7 @@ def main() -> None:
                 arguments.into.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.every:
         print(shown_repeated(results))
-        concluded_repeated(results, arguments.every)
+        concluded_repeated(results, arguments.every, arguments.ranks)
         return
     print(shown(results, arguments.failures))
     if arguments.figure:

@@ -67,12 +67,14 @@ def test_the_benchmark_of_loading_ends_with_one_line_of_json() -> None:
 @pytest.mark.long
 @pytest.mark.slots
 def test_the_benchmark_of_continuous_checkpoints_ends_with_one_line_of_json() -> None:
-    """Both parts, throttled or not, have figures; a kill costs no more than was trained."""
+    """Each part has figures; a kill costs no more than was trained."""
     outcome = outcome_of(
         "continuous --server moto --model tiny --kills 2 --within 1 --pairs 1 --batches 40"
     )
-    assert outcome["targets"].keys() == {"lost_batches_median", "overhead_percent"}
+    targets = {"lost_batches_median", "overhead_percent", "remote_overhead_percent"}
+    assert outcome["targets"].keys() == targets
     figures = outcome["figures"]
+    assert figures["remote_checkpoints_a_run"] > 1
     for case in ("", "throttled_"):
         assert figures[f"{case}checkpoints_a_run"] > 1
         assert 0 <= figures[f"{case}lost_batches_median"] <= figures[f"{case}lost_batches_most"]

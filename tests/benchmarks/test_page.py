@@ -46,6 +46,14 @@ def test_the_latest_line_of_each_name_wins() -> None:
         ),
     ]  # fmt: skip
     assert latest(lines) == {"start": lines[1], "new": lines[2]}
+
+
+def test_goodput_with_repeated_failures_is_a_row_for_each_number_of_ranks() -> None:
+    """It replaces neither the other's line nor that of the listed failures."""
+    every = [{"every_ranks": 2}, {"every_ranks": 4}, {"every_ranks": 2}]
+    lines = [{"name": "goodput", "figures": each} for each in ({}, *every)]
+    found = latest(lines)
+    assert [*found.values()] == [lines[0], lines[3], lines[2]]
     assert table(lines).splitlines()[2:] == [
         "| `start` | failed: exit code 1 |  |  | **no** | 2030-01-02 |  "
         "| `make bench NAME=start` |",

@@ -54,7 +54,7 @@ def stored_trial_code(
     """
     if config.environment.code != "from_checkpoint":
         return None
-    checkpoint = resume_points(store, config, trial)[0].checkpoint
+    checkpoint = next(resume_points(store, config, trial)).checkpoint
     if checkpoint is None:
         raise ConfigError(
             "environment.code: from_checkpoint takes the code of the checkpoint that a run begins "

@@ -105,7 +105,9 @@ class Given:
     fit: FitBegun | None = None
     has_metric: bool = True
     how_to_go_on: str = HOW_TO_GO_ON
-    choose_resume_points: Callable[[CheckpointStore, Fence | None], list[ResumePoint]] | None = None
+    choose_resume_points: (
+        Callable[[CheckpointStore, Fence | None], Iterator[ResumePoint]] | None
+    ) = None
     has_code: bool = True
     pause_at: TrainUnit | None = None
 
@@ -140,7 +142,7 @@ class Run(Given):
     def __post_init__(self) -> None:
         self.throughput = ThroughputMeter(self.config.resources.peak_flops)
 
-    def resume_points(self) -> list[ResumePoint]:
+    def resume_points(self) -> Iterator[ResumePoint]:
         """Return the present resume points of the run, best first; at least one.
 
         Raises Superseded if another run has taken over the trial; StorageError if this is not the

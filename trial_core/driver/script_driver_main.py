@@ -160,8 +160,8 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             "script is another process; use a folder that all ranks see, or an object storage"
         )
     began = time.monotonic()
-    points = first_points(store, config, order.latest_checkpoint)
-    found = points[0].checkpoint if points[0].restore == "everything" else None
+    point = first_point(store, config, order.latest_checkpoint)
+    found = point.checkpoint if point.restore == "everything" else None
     trial = order.new_trial if found is None else found.trial
     channel = config.resources.channel
     listen = ListenAddress(channel.bind, channel.port_range, channel.advertise)
@@ -176,7 +176,7 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             fit=order.fit,
             has_metric=order.has_metric,
             how_to_go_on=HOW_TO_GO_ON,
-            choose_resume_points=_fixed(order.latest_checkpoint, points),
+            choose_resume_points=_fixed(order.latest_checkpoint, point),
             has_code=order.has_code,
         )
         joining = JoiningRanks(order, listen, log)
@@ -207,10 +207,10 @@ def summary(
     )  # fmt: skip
 
 
-def first_points(
+def first_point(
     store: CheckpointStore, config: ExperimentConfig, latest_checkpoint: str | None
-) -> list[ResumePoint]:
-    """Return the resume points of a run that has not taken over its trial yet; at least one.
+) -> ResumePoint:
+    """Return the best resume point of a run that has not taken over its trial yet.
 
     Raises CheckpointNotFound if the storage has no such checkpoint; StorageError if it has none at
     all, and has been replaced or is not mounted.
@@ -218,17 +218,17 @@ def first_points(
     if latest_checkpoint is not None and latest_checkpoint != LATEST:
         of_place = is_place(latest_checkpoint)
         found = (resume_manifest if of_place else CheckpointStore.open)(store, latest_checkpoint)
-        return [ResumePoint.continuing(found)]
+        return ResumePoint.continuing(found)
     trial = None
     if latest_checkpoint == LATEST and (trial := store.newest_trial(config.name)) is None:
         refuse_other_storage(store)
-    return resume_points(store, config, trial)
+    return next(resume_points(store, config, trial))
 
 
 def _fixed(
-    latest_checkpoint: str | None, points: list[ResumePoint]
-) -> Callable[[CheckpointStore, Fence | None], list[ResumePoint]] | None:
-    """Return how to choose resume points if the script names a checkpoint; else None.
+    latest_checkpoint: str | None, point: ResumePoint
+) -> Callable[[CheckpointStore, Fence | None], Iterator[ResumePoint]] | None:
+    """Return how to choose resume points if the script names a checkpoint, `point`; else None.
 
     A checkpoint in another place is copied to the run's own storage.
     """
@@ -236,10 +236,10 @@ def _fixed(
         return None
     place = latest_checkpoint
 
-    def choose(store: CheckpointStore, fence: Fence | None) -> list[ResumePoint]:
+    def choose(store: CheckpointStore, fence: Fence | None) -> Iterator[ResumePoint]:
         if not is_place(place):
-            return points
-        return [ResumePoint.continuing(retry_storage(lambda: copy_into(store, place, fence)))]
+            return iter([point])
+        return iter([ResumePoint.continuing(retry_storage(lambda: copy_into(store, place, fence)))])
 
     return choose
 

@@ -42,6 +42,9 @@ class FaultyS3:
             support them. Only for a server that checks no signatures.
         not_implemented: likewise, of headers that are answered with 501.
         page: status and text of the reply to a ``page`` fault.
+        discards_from: bodies of so many bytes, and all parts of uploads, are answered and not
+            stored, as by a storage that costs this machine nothing; None to store everything.
+        discarded_bytes: how many there were so far.
     """
 
     backend: S3Server
@@ -54,6 +57,8 @@ class FaultyS3:
     ignored: frozenset[str] = frozenset()
     not_implemented: frozenset[str] = frozenset()
     page: tuple[int, str] = (404, "404 page not found")
+    discards_from: int | None = None
+    discarded_bytes: int = 0
     _in_progress: list[str] = field(default_factory=list)
 
     def server(self, client: str = "") -> S3Server:
@@ -101,6 +106,8 @@ class FaultyS3:
         if kind == "kill before":
             self.on_kill(seen)
             return _cut(request)
+        if self.discards_from is not None and self._is_discarded(request, self.discards_from):
+            return await self._discard(request)
         pace = fault.bytes_per_second if fault and kind == "slow" else None
         body = await _read(request, None, pace)
         if kind in _ERRORS:
@@ -125,6 +132,22 @@ class FaultyS3:
         await _write(response, reply if request.method != "HEAD" else b"", pace)
         await response.write_eof()
         return response
+
+    @staticmethod
+    def _is_discarded(request: web.Request, from_bytes: int) -> bool:
+        if "uploadId" in request.query:  # of parts that are not there
+            return request.method in ("PUT", "POST")
+        return request.method == "PUT" and (request.content_length or 0) >= from_bytes
+
+    async def _discard(self, request: web.Request) -> web.Response:
+        async for data in request.content.iter_any():
+            self.discarded_bytes += len(data)
+        etag = '"d41d8cd98f00b204e9800998ecf8427e"'
+        if request.method == "PUT":
+            return web.Response(headers={"ETag": etag})
+        name = "CompleteMultipartUploadResult"
+        text = f"<{name}><ETag>{etag}</ETag></{name}>"
+        return web.Response(text=text, content_type="application/xml")
 
     async def _forward(
         self, request: web.Request, body: bytes

@@ -257,6 +257,19 @@ def test_resume_candidates_are_ordered_by_batches(local_store: CheckpointStore) 
     order = [(each.progress.batches_trained, each.created_at[-9]) for each in candidates]
     assert order == [(11, "5"), (11, "4"), (7, "9")]
     assert local_store.newest("gpt-0123abcd") == candidates[0]
+    assert [*local_store.newest_first("gpt-0123abcd")] == candidates
+
+
+def test_candidates_one_by_one_know_what_is_deleted_meanwhile(local_store: CheckpointStore) -> None:
+    """The storage is listed again then: a later checkpoint may have been committed before."""
+    saved = [new_manifest(batches) for batches in (3, 5, 7)]
+    for manifest in saved:
+        local_store.commit(manifest)
+    found = local_store.newest_first(saved[0].trial)
+    assert next(found) == saved[2]
+    local_store.delete(saved[1])
+    local_store.commit(later := new_manifest(9))
+    assert [*found] == [later, saved[0]]
 
 
 def test_the_newest_trial_is_of_the_experiment(local_store: CheckpointStore) -> None:

@@ -41,9 +41,24 @@ def test_a_trial_resumes_from_its_own_checkpoints_newest_first(
         "source_checkpoint_uuid": SOURCE.uuid,
     }
     config = toy_config(tmp_path, searcher=searcher)
-    assert resume_points(store, config, TRIAL) == [ResumePoint.warm(SOURCE, weights_only=False)]
+    source = ResumePoint.warm(SOURCE, weights_only=False)
+    assert [*resume_points(store, config, TRIAL)] == [source]
     older, newer = saved(store, 4), saved(store, 8)
     assert [point.uuid for point in resume_points(store, config, TRIAL)] == [newer.uuid, older.uuid]
+
+
+def test_a_restart_reads_the_newest_manifest_only(
+    tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many checkpoints the trial has; older ones are read if it is damaged."""
+    manifests = [saved(store, batches) for batches in range(1, 9)]
+    reads: list[str] = []
+    read = store.storage.read
+    monkeypatch.setattr(store.storage, "read", lambda key: reads.append(key) or read(key))
+    points = resume_points(store, toy_config(tmp_path), TRIAL)
+    assert next(points).checkpoint == manifests[-1]
+    assert reads == [manifests[-1].name.key]
+    assert [point.checkpoint for point in points] == manifests[-2::-1]
 
 
 @pytest.mark.parametrize("source_trial_id", [0x2A, "other-0000002a"])
@@ -56,7 +71,7 @@ def test_a_source_trial_gives_its_newest_checkpoint(
         store.commit(manifest)
     searcher = {"metric": "loss", "max_length": {"batches": 9}, "source_trial_id": source_trial_id}
     config = toy_config(tmp_path, searcher={**searcher, "source_weights_only": True})
-    assert resume_points(store, config, TRIAL) == [
+    assert [*resume_points(store, config, TRIAL)] == [
         ResumePoint.warm(newer, weights_only=True), ResumePoint.warm(older, weights_only=True)
     ]  # fmt: skip
 

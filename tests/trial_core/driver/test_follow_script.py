@@ -19,7 +19,7 @@ from trial_core.schedule.sequencer import Progress
 def test_a_resumed_script_begins_where_it_was(tmp_path: Path) -> None:
     """From there on the periods of the user's own stages are counted."""
     run = Run(toy_config(tmp_path), "toy-0a", tmp_path, CheckpointStore(f"file://{tmp_path}"))
-    run.choose_resume_points = lambda *_: [ResumePoint(Progress(batches_trained=8))]
+    run.choose_resume_points = lambda *_: iter([ResumePoint(Progress(batches_trained=8))])
     launch = Launch(run)
     slots: Any = SimpleNamespace(request=lambda *_, **__: [])
     launch.slots = slots

@@ -76,7 +76,7 @@ class Recorded(Observer):
             config.model_copy(update={"searcher": searcher}), "toy-0000beef", folder,
             CheckpointStore(f"file://{folder}"), observer=self, has_metric=metric is not None,
             clock=clock, how_to_go_on="give a greater length",  # type: ignore[arg-type]
-            choose_resume_points=lambda *_: self.points,
+            choose_resume_points=lambda *_: iter(self.points),
             find_logger=lambda: logging.getLogger("recorded"),
         )  # fmt: skip
         self.launch = launch = Launch(self.run)

@@ -18,7 +18,7 @@ from trial_core.checkpoint.storage_mark import marked
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.driver.run import Run
-from trial_core.driver.script_driver_main import first_points
+from trial_core.driver.script_driver_main import first_point
 from trial_core.errors import (
     CheckpointError,
     CheckpointNotFound,
@@ -83,14 +83,14 @@ def test_latest_of_a_storage_that_is_gone_is_no_new_trial(
     config: ExperimentConfig, stored: CheckpointStore, tmp_path: Path
 ) -> None:
     """This machine remembers the storages of its runs. An empty one that is new is no mistake."""
-    assert first_points(stored, config, "latest")[0].checkpoint is None
+    assert first_point(stored, config, "latest").checkpoint is None
     with pytest.raises(LaunchError):
         drive(config, is_new=True, joining=WITHOUT_RANKS)
-    assert first_points(stored, config, "latest")[0].checkpoint is None  # it has saved nothing
+    assert first_point(stored, config, "latest").checkpoint is None  # it has saved nothing
     unmount(tmp_path / "stored")
     with pytest.raises(StorageError, match=r"nothing to resume in .*stored, and it is not the st"):
-        first_points(stored, config, "latest")
-    assert first_points(stored, config, None)[0].checkpoint is None
+        first_point(stored, config, "latest")
+    assert first_point(stored, config, None).checkpoint is None
 
 
 def test_a_storage_that_was_replaced_is_noted(
