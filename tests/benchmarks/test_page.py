@@ -46,6 +46,12 @@ def test_the_latest_line_of_each_name_wins() -> None:
         ),
     ]  # fmt: skip
     assert latest(lines) == {"start": lines[1], "new": lines[2]}
+    assert table(lines).splitlines()[2:] == [
+        "| `start` | failed: exit code 1 |  |  | **no** | 2030-01-02 |  "
+        "| `make bench NAME=start` |",
+        "| `new` | `seconds_1_rank` | 2 | ≤ 3 | yes | 2030-01-03 | 8 CPU cores "
+        '| `make bench NAME=new ARGS="--ranks 1"` |',
+    ]
 
 
 def test_goodput_with_repeated_failures_is_a_row_for_each_number_of_ranks() -> None:
@@ -54,12 +60,6 @@ def test_goodput_with_repeated_failures_is_a_row_for_each_number_of_ranks() -> N
     lines = [{"name": "goodput", "figures": each} for each in ({}, *every)]
     found = latest(lines)
     assert [*found.values()] == [lines[0], lines[3], lines[2]]
-    assert table(lines).splitlines()[2:] == [
-        "| `start` | failed: exit code 1 |  |  | **no** | 2030-01-02 |  "
-        "| `make bench NAME=start` |",
-        "| `new` | `seconds_1_rank` | 2 | ≤ 3 | yes | 2030-01-03 | 8 CPU cores "
-        '| `make bench NAME=new ARGS="--ranks 1"` |',
-    ]
 
 
 def test_cases_share_a_row() -> None:
