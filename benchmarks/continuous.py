@@ -105,7 +105,7 @@ def _count(server: S3Server, driver: Connection) -> None:
         proxy.discards_from = SMALL_BYTES
         driver.send(proxy.server().endpoint_url)
         driver.recv()
-        driver.send(proxy.discarded_bytes)
+        driver.send(sum(proxy.discarded.values()))
 
 
 @dataclass

@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from xml.sax.saxutils import escape
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector, web
 from yarl import URL
@@ -23,6 +24,7 @@ from tests.support.s3 import S3Server
 Result = TypeVar("Result")
 
 _HOP_BY_HOP = ("connection", "keep-alive", "transfer-encoding", "expect", "server", "date")
+_ETAG = '"d41d8cd98f00b204e9800998ecf8427e"'
 _ERRORS = {"500": (500, "InternalError"), "503": (503, "SlowDown")}
 _POLL_SECONDS = 0.005
 _SLICES_PER_SECOND = 50
@@ -42,9 +44,9 @@ class FaultyS3:
             support them. Only for a server that checks no signatures.
         not_implemented: likewise, of headers that are answered with 501.
         page: status and text of the reply to a ``page`` fault.
-        discards_from: bodies of so many bytes, and all parts of uploads, are answered and not
-            stored, as by a storage that costs this machine nothing; None to store everything.
-        discarded_bytes: how many there were so far.
+        discards_from: bodies of so many bytes, and all parts of uploads, are counted and listed,
+            but not stored, as by a storage that costs this machine nothing; None to store all.
+        discarded: sizes in bytes, by bucket and key.
     """
 
     backend: S3Server
@@ -58,7 +60,7 @@ class FaultyS3:
     not_implemented: frozenset[str] = frozenset()
     page: tuple[int, str] = (404, "404 page not found")
     discards_from: int | None = None
-    discarded_bytes: int = 0
+    discarded: dict[str, int] = field(default_factory=dict)
     _in_progress: list[str] = field(default_factory=list)
 
     def server(self, client: str = "") -> S3Server:
@@ -106,8 +108,10 @@ class FaultyS3:
         if kind == "kill before":
             self.on_kill(seen)
             return _cut(request)
-        if self.discards_from is not None and self._is_discarded(request, self.discards_from):
+        if self.discards_from is not None and _is_large(request, self.discards_from):
             return await self._discard(request)
+        if request.method == "DELETE":
+            self.discarded.pop(request.path, None)
         pace = fault.bytes_per_second if fault and kind == "slow" else None
         body = await _read(request, None, pace)
         if kind in _ERRORS:
@@ -120,6 +124,8 @@ class FaultyS3:
         if not self.not_implemented.isdisjoint(map(str.lower, request.headers)):
             return _error(501, "NotImplemented")
         status, headers, reply = await self._forward(request, body)
+        if self.discarded and request.method == "GET" and "list-type" in request.query:
+            headers, reply = self._with_discarded(request, headers, reply)
         if kind == "kill after":
             self.on_kill(seen)
         if kind in ("kill after", "lose reply", "late"):
@@ -133,21 +139,32 @@ class FaultyS3:
         await response.write_eof()
         return response
 
-    @staticmethod
-    def _is_discarded(request: web.Request, from_bytes: int) -> bool:
-        if "uploadId" in request.query:  # of parts that are not there
-            return request.method in ("PUT", "POST")
-        return request.method == "PUT" and (request.content_length or 0) >= from_bytes
-
     async def _discard(self, request: web.Request) -> web.Response:
+        key, size = request.path, 0
         async for data in request.content.iter_any():
-            self.discarded_bytes += len(data)
-        etag = '"d41d8cd98f00b204e9800998ecf8427e"'
+            size += len(data)
         if request.method == "PUT":
-            return web.Response(headers={"ETag": etag})
+            before = self.discarded.get(key, 0) if "uploadId" in request.query else 0
+            self.discarded[key] = before + size
+            return web.Response(headers={"ETag": _ETAG})
         name = "CompleteMultipartUploadResult"
-        text = f"<{name}><ETag>{etag}</ETag></{name}>"
+        text = f"<{name}><ETag>{_ETAG}</ETag></{name}>"
         return web.Response(text=text, content_type="application/xml")
+
+    def _with_discarded(
+        self, request: web.Request, headers: list[tuple[str, str]], reply: bytes
+    ) -> tuple[list[tuple[str, str]], bytes]:
+        """The reply to a listing, with the objects that are not stored."""
+        folder = f"{request.path.rstrip('/')}/"
+        prefix = folder + request.query.get("prefix", "")
+        found = "".join(
+            f"<Contents><Key>{escape(key.removeprefix(folder))}</Key><ETag>{_ETAG}</ETag>"
+            f"<LastModified>2030-01-01T00:00:00.000Z</LastModified><Size>{size}</Size></Contents>"
+            for key, size in self.discarded.items()
+            if key.startswith(prefix)
+        )
+        whole = reply.replace(b"</ListBucketResult>", f"{found}</ListBucketResult>".encode())
+        return [it for it in headers if it[0].lower() != "content-length"], whole
 
     async def _forward(
         self, request: web.Request, body: bytes
@@ -205,6 +222,12 @@ async def _start(backend: S3Server) -> FaultyS3:
 async def _stop(proxy: FaultyS3) -> None:
     await proxy.runner.cleanup()
     await proxy.session.close()
+
+
+def _is_large(request: web.Request, from_bytes: int) -> bool:
+    if "uploadId" in request.query:  # of parts that are not there
+        return request.method in ("PUT", "POST")
+    return request.method == "PUT" and (request.content_length or 0) >= from_bytes
 
 
 async def _listen(runner: web.AppRunner) -> int:
