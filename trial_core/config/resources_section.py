@@ -203,7 +203,7 @@ class ResourcesConfig(Section):
         title="Shrink micro-batches",
         description="Whether a DeepSpeedTrial that has no memory for one of its first 10 batches "
         "is launched again with smaller micro-batches, and as many more: train_batch_size stays. "
-        "Only if its DataLoader has the engine's micro-batch size.",
+        "Only of a trial class whose DataLoader has the engine's micro-batch size.",
     )
     preload: bool = Field(
         default=True,

@@ -108,8 +108,13 @@ class FailurePolicy:
         return True
 
     def _smaller_micro_batch(self, failure: Failure, launch: Launch) -> int | None:
-        """Return the next smaller size if micro-batches do not fit into memory."""
+        """Return the next smaller size if micro-batches do not fit into memory.
+
+        None for a script, which builds its engines itself.
+        """
         if not isinstance(failure, RankFailed) or failure.error_type != "OutOfMemoryError":
+            return None
+        if launch.run.fit is not None or launch.run.config.is_script:
             return None
         topology, answers = launch.answers.topology, launch.answers
         is_first = (failure.batches_trained or 0) - launch.status.began_at < FIRST_BATCHES
@@ -122,6 +127,8 @@ class FailurePolicy:
             return None
         batch = topology.batch_samples // topology.data_parallel_size
         was = topology.micro_batch_samples
+        if launch.micro_batch_samples and was > launch.micro_batch_samples:
+            return None  # the engine has not taken the size, and would run out of memory for ever
         now = next((n for n in range(was // 2, 0, -1) if batch % n == 0), None)
         if now is None:
             return None

@@ -67,14 +67,13 @@ class JoiningRanks(Placement):
     """Waits for the ranks of a script to join, and sends them the driver's log."""
 
     def __init__(self, order: Order, listen: ListenAddress, log: ForwardedLog) -> None:
-        self._order = order
-        self._listen = listen
+        self._world_size = order.world_size
+        self._launcher = joining(_answer, listen if order.has_other_machines else None)
         self._log = log
 
     def prepare(self, launch: Launch) -> tuple[int, Launcher]:
         """Return the number of ranks of the order, and a launcher that lets them join."""
-        listen = self._listen if self._order.has_other_machines else None
-        return self._order.world_size, joining(_answer, listen)
+        return self._world_size, self._launcher
 
     def watching(self, launch: Launch) -> AbstractContextManager[None]:
         """Send the driver's log to the ranks during the block."""

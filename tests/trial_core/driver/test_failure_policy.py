@@ -15,6 +15,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.failure_policy import Failure, FailurePolicy, Relaunch, Restarts
 from trial_core.driver.run import Launch, LaunchStatus, Run
 from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
+from trial_core.messages import FitBegun, Length
 
 
 def killed(during: str = "train-workload") -> RankFailed:
@@ -315,17 +316,48 @@ def out_of_memory(batches_trained: int) -> RankFailed:
     )  # fmt: skip
 
 
+def out_of_memory_in(run: Run, size: int) -> Launch:
+    """A launch of the run on 2 ranks, which have no memory for micro-batches of `size` samples."""
+    launch = Launch(run)
+    launch.status.has_trained = launch.answers.loads_micro_batches = True
+    launch.answers.topology = Topology(
+        world_size=2, data_parallel_size=2, batch_samples=8, micro_batch_samples=size
+    )
+    return launch
+
+
 def test_a_restart_keeps_the_size_of_micro_batches(tmp_path: Path) -> None:
     """That of the last launch, if no smaller one is possible: the configured one would not fit."""
     run = Run(toy_config(tmp_path), "toy-0a", tmp_path, CheckpointStore(f"file://{tmp_path}"))
     policy, sizes = FailurePolicy(FakePool(), 5), []  # type: ignore[arg-type]
     for batches, size in ((2, 2), (3, 1)):
-        launch = Launch(run)
-        launch.status.has_trained = launch.answers.loads_micro_batches = True
-        launch.answers.topology = Topology(
-            world_size=2, data_parallel_size=2, batch_samples=8, micro_batch_samples=size
-        )
-        granted = policy.grant(out_of_memory(batches), launch)
+        granted = policy.grant(out_of_memory(batches), out_of_memory_in(run, size))
         assert granted is not None
         sizes.append(granted.micro_batch_samples)
     assert sizes == [1, None]  # None: the driver keeps it
+
+
+FIT = FitBegun(
+    max_length=None, reporting_period=Length(unit="batches", value=1), validation_period=None,
+    checkpoint_period=None, checkpoint_policy=None, step_zero_validation=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "given"),
+    [
+        ("python trainer_script.py", {}),
+        ("toy_trial:ToyTrial", {"fit": FIT}),
+        ("toy_trial:ToyTrial", {"micro_batch_samples": 2}),
+    ],
+    ids=["a script in slots", "ranks that have joined", "an engine that ignores it"],
+)
+def test_micro_batches_that_cannot_shrink_cost_a_restart(
+    entrypoint: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    """A script builds its engines itself, so they would come back with the same size for ever."""
+    config = toy_config(tmp_path, entrypoint=entrypoint)
+    run = Run(config, "toy-0a", tmp_path, CheckpointStore(f"file://{tmp_path}"), **given)
+    policy = FailurePolicy(None, 5)
+    assert policy.grant(out_of_memory(2), out_of_memory_in(run, 4)) == Relaunch()
+    assert policy.grant(out_of_memory(2), out_of_memory_in(run, 4)) is None
