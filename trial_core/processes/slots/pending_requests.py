@@ -47,7 +47,10 @@ class PendingRequests:
             return list(self._pending.values())
 
     def is_waiting_for_another(self, pending: PendingRequest) -> bool:
-        """True if a script waits for its checkpoint's upload, which has its own stall timeout."""
+        """True if a script waits for its checkpoint's upload, or its `fit` for a stage of it.
+
+        Those have their own stall timeouts.
+        """
         return isinstance(pending.request, RunScript) and len(self._pending) > 1
 
     def note(self, rank: int, number: int, result: Result) -> None:

@@ -60,7 +60,7 @@ from trial_core.processes.slots.launcher import (
 )
 from trial_core.processes.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.processes.slots.rank_handle import RankHandle, wait_for_end
-from trial_core.processes.slots.stall_clock import StallClock
+from trial_core.processes.slots.stall_clock import CHECKS_PER_TIMEOUT, StallClock
 from trial_core.processes.slots.stop_barrier import Position, StopCoordinator
 from trial_core.schedule.stop_requests import StopReason
 
@@ -234,14 +234,20 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
     def _wait_for(self, pending: PendingRequest, stall_seconds: float | None) -> list[Result]:
         if stall_seconds is None:
             return pending.future.result()
+        is_waiting = False
         while True:
-            if self._pending.is_waiting_for_another(pending):
-                self._progress.note_progress()
-            wait_seconds = self._progress.next_check_seconds(pending.request, stall_seconds)
+            was_waiting, is_waiting = is_waiting, self._pending.is_waiting_for_another(pending)
+            if was_waiting and not is_waiting:
+                self._progress.note_progress()  # not before: the other one may be hanging
+            wait_seconds = stall_seconds / CHECKS_PER_TIMEOUT
+            if not is_waiting:
+                wait_seconds = self._progress.next_check_seconds(pending.request, stall_seconds)
             try:
                 return pending.future.result(wait_seconds)
             except TimeoutError:
                 pass
+            if is_waiting:
+                continue
             if self._progress.seconds_without_progress(pending.request) >= stall_seconds:
                 raise self._end_with(self._failures.stalled(pending, stall_seconds))
 

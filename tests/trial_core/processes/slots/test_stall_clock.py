@@ -8,17 +8,29 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from tests.support.slots import OwnSlots
 from trial_core.errors import Stalled
-from trial_core.messages import AnyRequest, Done, Ping, RunValidation, TrainBatches
+from trial_core.messages import (
+    AnyRequest,
+    Done,
+    PersistCheckpoint,
+    Ping,
+    Result,
+    RunScript,
+    RunValidation,
+    TrainBatches,
+)
 from trial_core.processes.slots import stall_clock
 from trial_core.processes.slots.fork_server import RankProcess
+from trial_core.processes.slots.pending_requests import PendingRequests
+from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.processes.slots.stall_clock import StallClock
 
 
@@ -97,6 +109,57 @@ def _is_on_a_disk(folder: Path) -> bool:
     before = io.read_text().split("\nwrite_bytes")[1]
     (folder / "own").write_bytes(bytes(2**20))
     return io.read_text().split("\nwrite_bytes")[1] != before
+
+
+class SilentGroup:
+    """What `SlotGroup._wait_for` needs, with ranks that write nothing and end no batch."""
+
+    def __init__(self) -> None:
+        self._pending = PendingRequests(1)
+        self._progress = StallClock([])
+        self._failures = SimpleNamespace(
+            stalled=lambda pending, seconds: Stalled(pending.request.title)
+        )
+        self._end_with = lambda failure: failure
+
+    def waits_for(self, request: AnyRequest, stall_seconds: float) -> Future[list[Result]]:
+        """Wait in a thread; return how that ends."""
+        pending, waited = self._pending.add(request), Future[list[Result]]()
+
+        def wait() -> None:
+            try:
+                waited.set_result(SlotGroup._wait_for(cast("Any", self), pending, stall_seconds))
+            except Stalled as stalled:
+                waited.set_exception(stalled)
+
+        threading.Thread(target=wait, daemon=True).start()
+        return waited
+
+
+SCRIPT = RunScript(checkpoint=None, batches_trained=0)
+
+
+def test_batches_that_hang_in_the_fit_of_a_script_are_noticed() -> None:
+    """The script is silent meanwhile, which is neither a hang nor progress."""
+    group = SilentGroup()
+    training = group.waits_for(TrainBatches(until=5), 0.2)
+    script = group.waits_for(SCRIPT, 0.05)
+    with pytest.raises(Stalled, match="train-workload"):
+        training.result(2)
+    assert not script.done()
+
+
+def test_the_silence_of_a_script_counts_after_what_it_waits_for() -> None:
+    """It has hung if it stays silent for the stall timeout once that has ended."""
+    group = SilentGroup()
+    script = group.waits_for(SCRIPT, 0.5)
+    upload = group._pending.add(PersistCheckpoint(uuid="u"))
+    time.sleep(0.8)
+    ended = time.monotonic()
+    group._pending.note(0, upload.number, Done())
+    with pytest.raises(Stalled, match="run-script"):
+        script.result(3)
+    assert time.monotonic() - ended >= 0.5
 
 
 @pytest.mark.slots
