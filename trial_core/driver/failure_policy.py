@@ -66,6 +66,7 @@ class FailurePolicy:
         """Note which number of ranks has trained, when a launch has ended or failed."""
         if launch.status.has_trained:
             self._trained_slots.add(launch.world_size)
+            self._before_training.clear()
 
     def grant(self, failure: Failure, launch: Launch) -> Relaunch | None:
         """Decide whether to launch the ranks again; None if the failure ends the run."""
@@ -186,9 +187,8 @@ class FailurePolicy:
         works = launch.status.has_trained or launch.world_size in self._trained_slots
         if isinstance(failure, LaunchError):  # the number of ranks is not the cause
             works = bool(self._trained_slots)
-        restarts = self._restarts
-        status = launch.status
-        if not restarts.grant(failure, status.batches_trained, works, status.began_at):
+        restarts, stored = self._restarts, launch.run.stored_checkpoints
+        if not restarts.grant(failure, launch.status.batches_trained, works, stored):
             return None
         launch.run.observer.restarting(str(failure), restarts.count, restarts.limit)
         node = None if launch.status.has_trained else _failed_node(failure)
@@ -220,27 +220,27 @@ def _failed_node(failure: Failure) -> str | None:
 class Restarts:
     """The restarts of one run, of which `count` were granted.
 
-    The pause before a restart doubles while launches begin at the same batch: whatever ends them
-    may need time. A launch that has begun at a later one shows that restarts help.
+    The pause before a restart doubles while no checkpoint is stored between them: whatever ends the
+    launches may need time. A checkpoint that was stored shows that restarts help.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.count = 0
-        self._from_here = 0
-        self._farthest = -1
+        self._without_progress = 0
+        self._stored = 0
         self._last_cause: tuple[object, ...] | None = None
 
     def grant(
         self, failure: RankFailed | Stalled | LaunchError, batches_trained: int, works: bool,
-        began_at: int,
+        stored: int,
     ) -> bool:  # fmt: skip
         """Decide whether to launch the ranks again after `failure`. Counts a granted restart.
 
         Args:
             batches_trained: where the last workload ended.
             works: True if such ranks have trained a batch.
-            began_at: the batch at which the failed launch began.
+            stored: how many checkpoints the run has stored so far.
         """
         cause = _cause(failure, batches_trained)
         if self.count == self.limit or cause == self._last_cause:
@@ -248,14 +248,15 @@ class Restarts:
         if not _can_help(failure, works):
             return False
         self.count, self._last_cause = self.count + 1, cause
-        self._from_here = 1 if began_at > self._farthest else self._from_here + 1
-        self._farthest = max(self._farthest, began_at)
+        self._without_progress = 1 if stored > self._stored else self._without_progress + 1
+        self._stored = stored
         return True
 
     @property
     def pause_seconds(self) -> int:
-        """The pause before the last granted restart. The first one at a batch has none."""
-        return 0 if self._from_here <= 1 else min(2 ** (self._from_here - 1), MAX_PAUSE_SECONDS)
+        """The pause before the last granted restart. None before the first without progress."""
+        count = self._without_progress
+        return 0 if count <= 1 else min(2 ** (count - 1), MAX_PAUSE_SECONDS)
 
 
 def _can_help(failure: RankFailed | Stalled | LaunchError, works: bool) -> bool:

@@ -125,6 +125,7 @@ class Run(Given):
         test_mode: set to train and validate one batch, and keep no checkpoint, or restore it; or to
             end once the changes since the checkpoint are known.
         weight_warnings: what was said of weights that are not trained.
+        stored_checkpoints: how many this run has committed.
         throughput: of all train-workloads.
     """
 
@@ -137,6 +138,7 @@ class Run(Given):
     clock: RunClock = field(default_factory=RunClock)
     test_mode: TestMode | None = None
     weight_warnings: set[str] = field(default_factory=set)
+    stored_checkpoints: int = 0
     throughput: ThroughputMeter = field(init=False)
 
     def __post_init__(self) -> None:

@@ -80,11 +80,11 @@ def test_the_pause_before_a_restart_grows() -> None:
     assert not restarts.grant(Stalled("no batch has ended"), 8, True, 0)
 
 
-def test_a_restart_that_brought_the_run_further_has_no_pause() -> None:
-    """A launch that begins at a later batch ends the pauses; one at the same batch does not."""
+def test_a_restart_after_a_new_checkpoint_has_no_pause() -> None:
+    """One that was stored since the restart before, also by the launch that has failed."""
     restarts, pauses = Restarts(8), []
-    for began_at in (0, 0, 0, 10, 20, 20, 20, 30):
-        assert restarts.grant(killed(), began_at + 5, True, began_at)
+    for stored in (0, 0, 0, 1, 5, 5, 5, 6):
+        assert restarts.grant(killed(), 8, True, stored)
         pauses.append(restarts.pause_seconds)
     assert pauses == [0, 2, 4, 0, 0, 2, 4, 0]
 
@@ -139,6 +139,7 @@ class Launches:
                     restarting=lambda why, count, limit: self.restarts.append(why),
                 ),
                 logger=logging.getLogger(__name__),
+                stored_checkpoints=0,
             ),
             status=LaunchStatus(
                 has_trained=trained > begins_at,
@@ -242,6 +243,16 @@ def test_the_same_failure_twice_before_training_ends_the_run(
     assert (launches.fail(second) is None) == ends
     assert ("failed twice at the same place" in caplog.text) == ends
     assert launches.fail(at_line(7), trained=5), "after training, another cause is possible"
+
+
+def test_what_failed_long_ago_may_fail_again() -> None:
+    """Ranks that have trained in between show that the place is not the cause."""
+    launches = Launches()
+    assert launches.fail(killed(), trained=4)
+    assert launches.fail(unfit("ConnectionError"))
+    assert launches.fail(killed(), trained=900)
+    assert launches.fail(unfit("ConnectionError"))
+    assert not launches.fail(unfit("ConnectionError"))
 
 
 @pytest.mark.parametrize("failure", [killed("build-trial"), unfit(), LaunchError("full", "new")])

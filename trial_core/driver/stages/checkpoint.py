@@ -99,6 +99,7 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
         changes=answers.all_changes,
     )
     run.store.commit(manifest, run.fence, base)
+    run.stored_checkpoints += 1
     # Before the next request: the checkpoint is committed, even if that request fails.
     run.observer.checkpoint_committed(
         manifest.uuid, manifest.progress.batches_trained, manifest.total_bytes, manifest.digest
