@@ -248,21 +248,27 @@ def _name_as_uncompiled(engine: DeepSpeedEngine) -> None:
 
 @contextmanager
 def micro_batches_of(samples: int | None) -> Iterator[None]:
-    """Inside the block, engines are built with micro-batches of `samples` samples.
+    """Inside the block, engines are built with micro-batches of at most `samples` samples.
 
     0 means a whole batch of the rank; None means as configured. DeepSpeed has no call for it: once
-    an engine is built, its optimizer counts the steps of accumulation itself. A batch of a rank
-    that cannot be divided so is a TrialError in the block.
+    an engine is built, its optimizer counts the steps of accumulation itself. The first engine
+    decides the size: `samples`, or the next smaller one that divides its batch, since a rank's
+    batch has another size on another number of ranks. A batch of a later engine that cannot be
+    divided so is a TrialError in the block.
     """
     if samples is None:
         yield
         return
     configure = DeepSpeedConfig._configure_train_batch_size
+    of_first = 0
 
     def configure_otherwise(config: DeepSpeedConfig) -> None:
+        nonlocal of_first
         configure(config)
         batch = config.train_micro_batch_size_per_gpu * config.gradient_accumulation_steps
-        wanted = samples or batch
+        if samples and not of_first:
+            of_first = next(size for size in range(samples, 0, -1) if batch % size == 0)
+        wanted = of_first or batch
         if batch % wanted:
             raise TrialError(
                 f"a batch of {batch} samples a rank cannot be divided into micro-batches of "

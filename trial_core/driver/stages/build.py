@@ -66,6 +66,12 @@ def note_built(launch: Launch, ranks: Sequence[TrialBuilt]) -> None:
     answers.batch_samples = built.batch_samples
     _warn_of_another_batch_size(launch.run.config.hyperparameters, built)
     launch.run.logger.info("trial %s on %s", launch.run.trial, built.topology.description)
+    wanted, size = launch.micro_batch_samples or 0, built.topology.micro_batch_samples
+    if 0 < size < wanted:
+        launch.run.logger.info(
+            "micro-batches have %s on these ranks: %d do not divide a batch of a rank",
+            plural(size, "sample"), wanted,
+        )  # fmt: skip
     launch.run.observer.trial_built(built.topology, built.versions, launch.code.digest)
 
 
