@@ -60,6 +60,7 @@ from trial_core.processes.slots.launcher import (
 )
 from trial_core.processes.slots.pending_requests import PendingRequest, PendingRequests
 from trial_core.processes.slots.rank_handle import RankHandle, wait_for_end
+from trial_core.processes.slots.stacks import log_stacks
 from trial_core.processes.slots.stall_clock import CHECKS_PER_TIMEOUT, StallClock
 from trial_core.processes.slots.stop_barrier import Position, StopCoordinator
 from trial_core.schedule.stop_requests import StopReason
@@ -180,10 +181,14 @@ class SlotGroup(Listener, AbstractContextManager["SlotGroup"]):
             raise self._state.failure
         missing = sorted(set(range(self.world_size)) - set(self._peers))
         if missing:
-            logs = f"; see the logs in {self.log_dir}" if self._are_launched else ""
+            node, logs = None, ""
+            if self._are_launched:  # others may start in their place
+                node, logs = self._ranks[missing[0]].host, f"; see the logs in {self.log_dir}"
+                log_stacks(self._ranks)
             raise LaunchError(
                 f"rank {', '.join(map(str, missing))} did not join within {timeout_seconds:g} s"
-                f"{logs}"
+                f"{logs}",
+                node,
             )
 
     # ---------------------------------------------------------------------------- requests
