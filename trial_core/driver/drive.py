@@ -379,7 +379,9 @@ class Driver:
 
     def _after_failure(self, state: RanksFailed) -> RunState:
         run, failure = self._run, state.failure
-        if isinstance(failure, (RankFailed, Stalled)) and run.stopping.request is not None:
+        if run.stopping.request is not None:
+            if not isinstance(failure, (RankFailed, Stalled)):
+                raise type(failure)(f"{failure}{self._last_checkpoint()}") from failure
             run.logger.error("%s", failure.report())
             raise Stopped(f"{while_stopping(failure)}{self._last_checkpoint()}") from failure
         granted = self._policy.grant(failure, state.launch)

@@ -36,6 +36,7 @@ from trial_core.errors import (
     StorageError,
     TopologyMismatch,
     TrialError,
+    WeightsChanged,
 )
 from trial_core.observe.events.observers import Observer
 from trial_core.processes.machine.run_dirs import KEPT, RANK_FILE_FOLDERS
@@ -310,6 +311,20 @@ def test_a_failure_while_stopping_is_reported_as_stopped(
     assert raised.value.__cause__ is failure
     assert driver.policy.asked == []
     assert caplog.messages == [failure.report()]
+
+
+@pytest.mark.parametrize("failure", [*FAILURES[2:], WeightsChanged("w has changed")], ids=type)
+def test_another_failure_while_stopping_names_the_last_checkpoint(
+    driver: DriverWithoutRanks, failure: Any
+) -> None:
+    """It costs no restart, either."""
+    driver.policy.granted = Relaunch()
+    ask_to_stop(driver)
+    with pytest.raises(type(failure)) as raised:
+        driver.next(RanksFailed(driver.launch(), failure))
+    assert str(raised.value) == f"{failure}{NEWEST}"
+    assert raised.value.__cause__ is failure
+    assert driver.policy.asked == []
 
 
 # ------------------------------------------------------------------------- Restarting and Moving
