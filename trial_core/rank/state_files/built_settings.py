@@ -28,6 +28,11 @@ FILE = "resume.json"
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
+_WEIGHTS_ALONE = (
+    "or begin a new trial with the checkpoint's weights: searcher.source_checkpoint_uuid and "
+    "searcher.source_weights_only=true"
+)
+
 _SHOWN = 6
 """The maximum number of settings named for one optimizer or scheduler."""
 
@@ -79,25 +84,30 @@ class BuiltSettings:
         """Check, before a restore, that the checkpoint is of the same kinds of parts.
 
         Raises:
-            CheckpointError: it is of another optimizer or scheduler, or of other groups.
+            CheckpointError: it is of other optimizers or schedulers, or of other groups.
         """
+        for kind in ("optimizer", "scheduler"):
+            count, count_then = _count(kind, self._parts), _count(kind, saved.parts)
+            if count != count_then:
+                raise CheckpointError(
+                    f"the checkpoint was saved with {plural(count_then, kind)}, and the trial has "
+                    f"built {count}: their states do not fit. Build {count_then}, "
+                    f"{_WEIGHTS_ALONE}"
+                )
         for index, part, before in self._pairs(saved):
             if part.kind in ("optimizer", "scheduler") and not part.continues(before.type):
                 then = clean(before.type)
                 raise CheckpointError(
                     f"{part.kind} {index} was of {then} when the checkpoint was saved, and "
                     f"the trial has built one of {part.type}: they have different states. Resume "
-                    f"with {then}, or begin a new trial with the checkpoint's weights: "
-                    "searcher.source_checkpoint_uuid and searcher.source_weights_only=true"
+                    f"with {then}, {_WEIGHTS_ALONE}"
                 )
             groups, groups_then = len(part.groups), len(before.groups)
             if part.kind == "optimizer" and groups != groups_then:
                 raise CheckpointError(
                     f"optimizer {index} was built with {plural(groups_then, 'parameter group')} "
                     f"when the checkpoint was saved, and with {groups} now: their states do not "
-                    f"fit. Build {groups_then}, or begin a new trial with the checkpoint's "
-                    "weights: searcher.source_checkpoint_uuid and "
-                    "searcher.source_weights_only=true"
+                    f"fit. Build {groups_then}, {_WEIGHTS_ALONE}"
                 )
 
     def apply(self, saved: SavedSettings, keep: Collection[str] = ()) -> RestoredSettings:
@@ -209,6 +219,10 @@ def read_resume_file(folder: Path, kind: type[Record]) -> Record | None:
         return None
     except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"the checkpoint's {FILE} is not trialflow's: {error}") from error
+
+
+def _count(kind: str, parts: Iterable[SettingsPart | SavedPart]) -> int:
+    return sum(each.kind == kind for each in parts)
 
 
 def _shapes_state(name: str, now: Any, then: Any) -> bool:

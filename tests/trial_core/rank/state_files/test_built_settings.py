@@ -243,6 +243,20 @@ def test_another_class_is_refused_by_name(tmp_path: Path, kind: str) -> None:
         settings_of(trial(True)).require_same_types(saved)
 
 
+@pytest.mark.parametrize("counts", [(1, 0), (0, 1), (2, 1)])
+def test_another_number_of_schedulers_is_refused(tmp_path: Path, counts: tuple[int, int]) -> None:
+    """Without its schedule an optimizer would train on at the last rate; a new one has no state."""
+
+    def trial(count: int) -> Trial:
+        of = AdamW(parameters(), lr=0.1)
+        return [of], [StepLR(of, 1) for _ in range(count)]
+
+    saved = written(settings_of(trial(counts[0])), tmp_path)
+    message = rf"saved with {counts[0]} schedulers?, and the trial has built {counts[1]}: .* Build "
+    with pytest.raises(CheckpointError, match=message):
+        settings_of(trial(counts[1])).require_same_types(saved)
+
+
 # ------------------------------------------------------------------------------------ schedulers
 
 SCHEDULES: dict[str, Callable[[Optimizer, int], Any]] = {
