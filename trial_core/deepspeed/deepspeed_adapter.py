@@ -30,7 +30,11 @@ from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.engine_settings import EngineOptimizer, engine_parts
 from trial_core.deepspeed.export.pipeline_weights import layer_name, tied_layers
 from trial_core.deepspeed.mpu import check_mpu
-from trial_core.deepspeed.reshard.reshard_loader import is_ordered_otherwise, resharded
+from trial_core.deepspeed.reshard.reshard_loader import (
+    is_of_other_precision,
+    is_ordered_otherwise,
+    resharded,
+)
 from trial_core.deepspeed.restore_files import (
     files_for_load,
     files_for_load_weights,
@@ -243,7 +247,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             stack.enter_context(self._trained_as_built())
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
             stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
-            if reshape or self._is_ordered_otherwise(folder, reader):
+            if reshape or self._is_converted(folder, reader):
                 for i in range(len(engines)):
                     if not any((folder / f"model{i}").glob("*_model_states.pt")):
                         raise self._own_format_error("save")
@@ -277,11 +281,14 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             "searcher.source_weights_only=true"
         )
 
-    def _is_ordered_otherwise(self, folder: Path, reader: Reader) -> bool:
-        return self.loads_plainly and any(
-            is_ordered_otherwise(engine, folder / f"model{i}", reader.load_mapped)
-            for i, engine in enumerate(self._context.models)
-        )
+    def _is_converted(self, folder: Path, reader: Reader) -> bool:
+        """True if a checkpoint of the present topology needs resharding nevertheless."""
+        tags = [(each, folder / f"model{i}") for i, each in enumerate(self._context.models)]
+        names = ((engine, [file.name for file in tag.glob("*")]) for engine, tag in tags)
+        if any(is_of_other_precision(*each) for each in names):
+            return True
+        ordered = (is_ordered_otherwise(*each, reader.load_mapped) for each in tags)
+        return self.loads_plainly and any(ordered)
 
     def load_weights(self, folder: Path, reader: Reader) -> None:
         with snapshot_checkpoint_engines(self._context.models, folder, reader=reader):
@@ -297,7 +304,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             return files_for_load_weights(engines, files, ranks)
         if self.loads_plainly:
             return files_for_load(engines, files, saved_by, ranks, now)
-        return files_for_ranks(files, saved_by, ranks, now)
+        return files_for_ranks(files, saved_by, ranks, now, engines)
 
     def topology(self) -> Topology:
         first = self._context.models[0]

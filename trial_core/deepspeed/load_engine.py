@@ -29,10 +29,21 @@ _logger = logging.getLogger(__name__)
 def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     """Load an engine's whole state. Collective: every rank calls this.
 
-    Raises TrialError if DeepSpeed finds no checkpoint of that tag.
+    Raises TrialError if DeepSpeed finds no checkpoint of that tag, and CheckpointError if it saved
+    one in another precision without ZeRO.
     """
-    with _secondary_copies_renewed(engine):
-        _load_checkpoint(engine, folder, tag, "load")
+    try:
+        with _secondary_copies_renewed(engine):
+            _load_checkpoint(engine, folder, tag, "load")
+    except KeyError as error:
+        if engine.zero_optimization():
+            raise
+        raise CheckpointError(
+            f"{tag} of the checkpoint has no {error} for DeepSpeed's "
+            f"{type(engine.optimizer).__name__}: without ZeRO, its state in 16 bits differs from "
+            "that in fp32. Resume in the precision (bf16, fp16 or fp32) that saved the checkpoint, "
+            "or load only the weights: searcher.source_weights_only=true"
+        ) from error
 
 
 def load_weights(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:

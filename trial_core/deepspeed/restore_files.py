@@ -17,6 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.deepspeed.export.pipeline_weights import LAYER
 from trial_core.deepspeed.load_engine import needs_optimizer_shards
+from trial_core.deepspeed.reshard.reshard_loader import is_of_other_precision
 from trial_core.deepspeed.validated_weights import is_validated
 from trial_core.rank.state_files.built_settings import FILE
 
@@ -29,14 +30,20 @@ _OPTIMIZER_STATES = re.compile(r"\w+_optim_states\.pt")
 
 
 def files_for_ranks(
-    files: list[FileEntry], saved_by: Topology, ranks: Iterable[int], now: Topology
+    files: list[FileEntry],
+    saved_by: Topology,
+    ranks: Iterable[int],
+    now: Topology,
+    engines: Sequence[DeepSpeedEngine] = (),
 ) -> list[FileEntry]:
     """The files that some of `ranks` need to restore the whole state, judged by name.
 
-    A rank needs its own shards; with another topology than saved them, all shards. Any rank may
-    need a file with an unknown name.
+    A rank needs its own shards; with another topology than saved them, or another precision of the
+    `engines`, all shards. Any rank may need a file with an unknown name.
     """
-    is_same = saved_by.spreads_like(now)
+    is_same = saved_by.spreads_like(now) and not any(
+        is_of_other_precision(engine, _names(files, i)) for i, engine in enumerate(engines)
+    )
     places = [(rank, _data_parallel_rank(rank, files)) for rank in ranks]
     return [file for file in files if any(_is_needed(file, *each, is_same) for each in places)]
 
@@ -54,7 +61,7 @@ def files_for_load(
     }
     for i, engine in enumerate(engines):
         unread |= _layers_of_other_stages(i, engine, files, ranks)
-    needed = files_for_ranks(files, saved_by, ranks, now)
+    needed = files_for_ranks(files, saved_by, ranks, now, engines)
     return [file for file in needed if file.checked_path not in unread]
 
 

@@ -87,6 +87,24 @@ def test_another_topology_needs_all_shards(ranks: int, stage: int) -> None:
     assert needed([rank], topology(2, 3), topology(ranks, stage)) == everything - unneeded
 
 
+@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("was_bf16", [False, True])
+def test_another_precision_needs_all_shards(was_bf16: bool, is_bf16: bool) -> None:
+    """DeepSpeed would look for a rank's own shard under another name."""
+    two, files = topology(2, 1), saved(2, 1)
+    if was_bf16:
+        files = [entry(each.path.replace("zero_", "bf16_zero_"), rank=each.rank) for each in files]
+    live: Any = SimpleNamespace(zero_optimization=lambda: True, bfloat16_enabled=lambda: is_bf16)
+    found = files_for_ranks(files, two, [1], two, [live])
+    assert len([each for each in found if "optim_states" in each.path]) == (
+        1 if was_bf16 == is_bf16 else 2
+    )
+    live.zero_optimization = lambda: False  # the driver reshards a checkpoint with ZeRO
+    assert len(files_for_ranks(files, two, [1], two, [live])) == len(
+        files_for_ranks(files, two, [1], two)
+    )
+
+
 def test_a_model_parallel_rank_needs_model_states_of_its_peers() -> None:
     """DeepSpeed reads its data-parallel rank's model states of all model-parallel ranks."""
     files = [

@@ -41,9 +41,9 @@ def check_engine(engine: DeepSpeedEngine) -> None:
         unsupported = f"DeepSpeed's {type(engine.optimizer).__name__}"
     if unsupported is not None:
         raise CheckpointError(
-            f"an engine with {unsupported} resumes only with as many ranks and the ZeRO stage that "
-            "saved the checkpoint; use those, or load only the weights: "
-            "searcher.source_weights_only=true"
+            f"an engine with {unsupported} resumes only with as many ranks, the ZeRO stage and the "
+            "precision (bf16 or not) that saved the checkpoint; use those, or load only the "
+            "weights: searcher.source_weights_only=true"
         )
 
 

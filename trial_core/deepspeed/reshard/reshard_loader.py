@@ -13,7 +13,7 @@ convert between ZeRO 1 or 2 and ZeRO-3.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -90,6 +90,13 @@ def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) 
     return True
 
 
+def is_of_other_precision(engine: DeepSpeedEngine, names: Iterable[str]) -> bool:
+    """True if ZeRO has saved shards in bf16, and the engine trains in another precision, or the
+    reverse: DeepSpeed looks for them under another name. `names` are the files under its tag."""
+    were_bf16 = {name.startswith("bf16_") for name in names if OPTIMIZER_STATES.fullmatch(name)}
+    return bool(engine.zero_optimization()) and were_bf16 == {not engine.bfloat16_enabled()}
+
+
 class _ReshardingCheckpointEngine(CheckpointEngine):
     """Assembles the saved files of an engine's tag; `target_folder` gets the names to look for."""
 
@@ -156,6 +163,9 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
     def _optimizer_states(self) -> dict[str, Any]:
         live: dict[str, Any] = self._engine.optimizer.state_dict()
         saved = {key: value for key, value in self._source.global_state.items() if key in live}
+        if is_of_other_precision(self._engine, (file.name for file in self._folder.iterdir())):
+            saved.pop("loss_scaler", None)  # only fp16 scales losses
+            saved.pop("dynamic_loss_scale", None)
         return {**live, **saved, **zero_optimizer_state(self._engine, live, self._source)}
 
     def _check_experts(self) -> None:

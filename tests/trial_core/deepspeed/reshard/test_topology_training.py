@@ -13,8 +13,17 @@ import torch
 from tests.support.consolidated import export_weights
 from tests.support.slots import Driven, build, drive, lines
 from tests.support.tensors import differing, tensors
-from tests.trial_core.deepspeed.reshard.resharding import config, files, load, resharded, save
+from tests.trial_core.deepspeed.reshard.resharding import (
+    config,
+    contents,
+    files,
+    load,
+    resharded,
+    restore,
+    save,
+)
 from trial_core.config.sections import CheckpointingConfig
+from trial_core.errors import RankFailed
 from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -56,6 +65,33 @@ def test_there_and_back_changes_nothing(
     assert len(expected) > 10
     assert differing(expected, seen) == []
     assert rest.validation[-1] == whole.validation[-1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (1, True), (2, True), (3, False)])
+def test_bf16_is_switched_on_the_same_ranks(
+    warm_slots: Warm, tmp_path: Path, stage: int, bf16: bool
+) -> None:
+    """The fp32 weights and moments are the checkpoint's, and training continues."""
+    first = drive(warm_slots(2), config(tmp_path, 3, stage, bf16=bf16), tmp_path, persist=True)
+    other = config(tmp_path, 5, stage, seed=9, bf16=not bf16)
+    there = resharded(warm_slots(2), other, tmp_path / "there", first)
+    (expected, _), (seen, _) = (
+        contents(files(tmp_path, run.checkpoints[-1]), tmp_path / name)
+        for name, run in (("then", first), ("now", there))
+    )
+    assert differing(expected, seen) == []
+    drive(warm_slots(2), other, tmp_path / "rest", resume=first)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("bf16", [False, True])
+def test_bf16_without_zero_is_not_switched(warm_slots: Warm, tmp_path: Path, bf16: bool) -> None:
+    """DeepSpeed keeps another state then."""
+    first = drive(warm_slots(1), config(tmp_path, 2, 0, bf16=bf16), tmp_path, persist=True)
+    build(warm_slots(1), config(tmp_path, 2, 0, bf16=not bf16), tmp_path / "other")
+    with pytest.raises(RankFailed, match=r"precision \(bf16, fp16 or fp32\) that saved"):
+        restore(warm_slots(1), first)
 
 
 def seen_by_all(folder: Path, ranks: int) -> list[dict[str, Any]]:
