@@ -5,6 +5,7 @@ On 2 ranks such an epoch has 15 micro-batches, so it ends in the middle of its 8
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -58,3 +59,29 @@ def test_each_sample_comes_once_in_an_epoch(
         assert {*count.values()} == {times}
     assert len(count) == 240
     assert seen_in(tmp_path / "parts", 2).batches == whole.batches
+
+
+@pytest.mark.long
+@pytest.mark.slots
+def test_data_of_another_length_end_their_epochs(
+    warm_slots: Callable[[int], SlotGroup], tmp_path: Path
+) -> None:
+    """After one and a half epochs of 10 batches, the second one has 20, and so has the third."""
+
+    def run(name: str, samples: int, batches: int, resume: Driven | None = None) -> Driven:
+        config = toy_config(
+            tmp_path, batches, entrypoint="changed_trials:Torch",
+            hyperparameters={
+                "global_batch_size": 24, "samples": samples, "record": str(tmp_path / name)
+            },
+        )  # fmt: skip
+        (tmp_path / name).mkdir(exist_ok=True)
+        return drive(warm_slots(2), config, tmp_path / name, resume=resume, persist=True)
+
+    first = run("first", 240, 15)
+    run("whole", 480, 52, first)
+    run("parts", 480, 40, run("parts", 480, 25, first))
+    whole, parts = seen_in(tmp_path / "whole", 2), seen_in(tmp_path / "parts", 2)
+    assert whole.values("epoch") == [1] * 15 + [2] * 20 + [3] * 2
+    assert {*Counter(itertools.chain(*in_batches(whole)[15:35])).values()} == {1}
+    assert parts.batches == [of_rank[:25] for of_rank in whole.batches]

@@ -257,8 +257,9 @@ class Controller:
             samples = snapshots.batch_samples(request.checkpoint)
             position = (state or {}).get("training_data")
             has_other_ranks = remap is not None and not remap.keeps_data_shards
+            of_trial = request.saved_by.batch_samples if request.saved_by else 0
             resized = loaders.count_on(
-                request.epoch, request.batches_trained, samples, position, has_other_ranks
+                request.epoch, request.batches_trained, samples, position, has_other_ranks, of_trial
             )
         info.epoch = loaders.epoch
         told, warnings = messages.RestoredSettings(), [*loaders.warnings]

@@ -25,8 +25,9 @@ class EpochLength:
         micro_batches_per_batch: micro-batches in one batch, on all ranks together
             (gradient accumulation steps x data-parallel ranks).
         first_epoch, first_batch: epochs are counted from here: epoch `first_epoch` begins with
-            batch `first_batch`. Not 0 if batches have had another size before. Had they only in
-            the first part of that epoch, it is where the epoch would have begun with this size.
+            batch `first_batch`. Not 0 if batches have had another size before, or the data
+            another length. Had they only in the first part of that epoch, it is where the epoch
+            would have begun with this size.
     """
 
     micro_batches: int

@@ -16,7 +16,12 @@ from trial_core.errors import TrialError
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.dataloader import DataLoader
 from trial_core.rank.data.micro_batch_seeds import with_shared_rng
-from trial_core.rank.data.resized_batches import another_size, counted_on
+from trial_core.rank.data.resized_batches import (
+    another_size,
+    counted_on,
+    has_other_length,
+    with_other_length,
+)
 from trial_core.rank.data.sample_lists import SampleLists, differing_ranks, sample_lists
 from trial_core.rank.data.seekable_samplers import length_of
 from trial_core.rank.data.validation_set import ValidationSet, validation_set
@@ -108,7 +113,8 @@ class Loaders:
 
     Attributes:
         epoch: the length of an epoch, the same on every rank; None if it is unknown.
-        batch_samples: samples of a batch, as the loader of some rank has it; None if it is unknown.
+        batch_samples: samples of a batch, as the loader of some rank has it, or else the trial;
+            None if it is unknown.
         sample_lists: of the training data, for a comparison; empty if there is none.
         training: micro-batches without end, after `begin`.
     """
@@ -133,19 +139,24 @@ class Loaders:
         samples_then: int | None,
         saved: Mapping[str, Any] | None,
         has_other_ranks: bool = False,
+        of_trial_then: int = 0,
     ) -> str:
-        """Count epochs on from a checkpoint, also if its batches had another size. Before `begin`.
+        """Count epochs on from a checkpoint, also if its batches had another size, or its epochs
+        another length. Before `begin`.
 
-        Returns the change of the size, for people; empty without one.
+        Returns the change, for people; empty without one.
 
         Args:
             then, samples_then, saved: the checkpoint's length of an epoch, samples of a batch, and
                 `state_dict`; None if they are not known.
             has_other_ranks: it was saved on another number of data-parallel ranks.
+            of_trial_then: samples of a batch as its trial has told them; 0 if it has not.
 
         Raises CheckpointError if batches of the present size cannot begin here: see `counted_on`.
         """
         samples, epoch = self.batch_samples, self.epoch
+        if samples_then is None and samples == self.adapter.batch_samples:
+            samples_then = of_trial_then or None
         if samples is not None and samples_then is not None and samples != samples_then:
             sizes = (samples_then, samples)
             if has_other_ranks:
@@ -154,6 +165,14 @@ class Loaders:
             self._resized_at = batches_trained
             return f"training data: batch size {samples_then} -> {samples}, from the next batch on"
         if then is not None and epoch is not None:
+            if has_other_length(epoch, then):
+                self.epoch = with_other_length(epoch, then, batches_trained)
+                self._resized_at = batches_trained
+                lengths = " -> ".join(
+                    f"{each.micro_batches / each.micro_batches_per_batch:.9g}"
+                    for each in (then, epoch)
+                )
+                return f"training data: batches of an epoch {lengths}, from this epoch on"
             first = (then.first_epoch, then.first_batch)
             self.epoch = replace(epoch, first_epoch=first[0], first_batch=first[1])
         return ""
@@ -275,9 +294,12 @@ def build_loaders(
 
 
 def _batch_samples(adapter: TrialAdapter, loader: Any) -> int | None:
-    """Samples of a batch on all ranks, if the loader tells them."""
-    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+    """Samples of a batch on all ranks, if the loader tells them; without a ``batch_size``, the
+    trial's number."""
+    if not isinstance(loader, DataLoader):
         return None
+    if loader.batch_size is None:
+        return adapter.batch_samples or None
     return loader.batch_size * adapter.micro_batches_per_batch * adapter.data_parallel_size
 
 

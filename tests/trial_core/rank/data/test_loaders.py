@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator
@@ -11,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import BatchSampler, IterableDataset
 
 from tests.support.slots import drive, lines, toy_config
 from tests.trial_core.trainer.fits import hooks
-from trial_core.errors import TrialError
+from trial_core.errors import CheckpointError, TrialError
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.data.dataloader import DataLoader
 from trial_core.rank.data.loaders import Loaders, MicroBatches, build_loaders
+from trial_core.schedule.units import EpochLength
 
 
 @pytest.mark.slots
@@ -192,7 +194,60 @@ def test_samples_are_those_of_the_micro_batches(data: Any, counts: list[int]) ->
     assert totals == [*itertools.accumulate(counts)]
 
 
-def _on_two_ranks(samples: int, drop_last: bool = False, data: Any = None) -> Loaders:
+SAVED = {"drawn": 12, "per_batch": 1, "ranks": 2, "pass": 10, "first_epoch": 0, "loader": None}
+"""Of 240 samples, in 12 batches of 48: two epochs, and 96 samples of the next one."""
+
+
+@pytest.mark.parametrize(
+    ("samples", "told", "end", "sample"),
+    [
+        (240, "", 15, 96),
+        (480, "training data: batches of an epoch 5 -> 10, from this epoch on", 20, 96),
+        (120, "training data: batches of an epoch 5 -> 2.5, from this epoch on", 13, 96),
+        # Trains on the batch that ends the epoch.
+        (48, "training data: batches of an epoch 5 -> 1, from this epoch on", 13, 0),
+    ],
+)
+def test_data_of_another_length(samples: int, told: str, end: int, sample: int) -> None:
+    """The third epoch continues at its sample. Earlier ones are not counted in the new length."""
+    loaders = _on_two_ranks(samples)
+    assert loaders.count_on(EpochLength(10, 2), 12, 48, SAVED) == told
+    loaders.begin(SAVED)
+    assert loaders.epoch is not None
+    assert loaders.training is not None
+    assert (loaders.epoch.epoch_of(12), loaders.epoch.batches_until(3)) == (2, end)
+    assert next(loaders.training)[0] == sample
+
+
+@pytest.mark.parametrize("recorded", [24, None])
+@pytest.mark.parametrize(("now", "batches"), [(48, 2), (48, 3), (24, 3), (0, 3)])
+def test_a_batch_sampler_has_the_trials_size(recorded: int | None, now: int, batches: int) -> None:
+    """If it tells one; a checkpoint need not have recorded it. 240 samples, by 24 until now."""
+    size = (now or 24) // 2
+    data = DataLoader(range(240), batch_sampler=BatchSampler(range(240), size, False))
+    loaders = _on_two_ranks(0, data=data, batch_samples=now)
+    count = functools.partial(loaders.count_on, EpochLength(20, 2), batches, recorded)
+    saved = {**SAVED, "drawn": batches, "pass": 20}
+    if (now, batches) == (48, 3):
+        with pytest.raises(CheckpointError, match=r"a batch had 24 samples .* has 48 now"):
+            count(saved, of_trial_then=24)
+        return
+    told = count(saved, of_trial_then=24)
+    assert ("batch size 24 -> 48" in told) is (now == 48)
+    loaders.begin(saved)
+    assert loaders.training is not None
+    assert next(loaders.training)[0] == 24 * batches
+
+
+def test_sizes_of_a_loader_and_of_a_trial_are_not_compared() -> None:
+    """The trial names 96 samples a batch, and the loader has always had 48."""
+    loaders = _on_two_ranks(240, batch_samples=96)
+    assert loaders.count_on(EpochLength(10, 2), 12, None, SAVED, of_trial_then=96) == ""
+
+
+def _on_two_ranks(
+    samples: int, drop_last: bool = False, data: Any = None, batch_samples: int = 0
+) -> Loaders:
     if data is None:
         data = DataLoader(range(samples), batch_size=24, drop_last=drop_last)
     adapter: Any = SimpleNamespace(
@@ -202,6 +257,7 @@ def _on_two_ranks(samples: int, drop_last: bool = False, data: Any = None) -> Lo
         micro_batches_per_evaluation=1, data_parallel_rank=0, data_parallel_size=2,
         evaluates_in_lockstep=False, pads_evaluation=True,
         samples_in=lambda batch: len(batch) if torch.is_tensor(batch) else 0,
+        batch_samples=batch_samples,
     )  # fmt: skip
     ranks: Any = SimpleNamespace(
         allgather=lambda mine: [mine, mine], get_rank=lambda: 0, get_size=lambda: 2

@@ -1,4 +1,4 @@
-"""Where batches of another size may begin."""
+"""Where batches of another size may begin, and where epochs of another length."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 from hypothesis import given, strategies as st
 
 from trial_core.errors import CheckpointError
-from trial_core.rank.data.resized_batches import counted_on
+from trial_core.rank.data.resized_batches import (
+    counted_on,
+    has_other_length,
+    with_other_length,
+)
 from trial_core.schedule.units import EpochLength
 
 few = st.integers(1, 6)
@@ -51,6 +55,41 @@ def test_sizes_may_change_again() -> None:
         at = batches
     assert counted.place(at) == (2, 0)
     assert counted.batches_until(3) == 21
+
+
+@given(samples=st.integers(1, 60), other=st.integers(1, 60), micro=few, per_batch=few,
+       batches=st.integers(0, 40))  # fmt: skip
+def test_earlier_epochs_keep_their_numbers(
+    samples: int, other: int, micro: int, per_batch: int, batches: int
+) -> None:
+    """If the data are longer or shorter. Less than a batch comes again, except that the present
+    epoch still ends with a batch."""
+    then, epoch = length(samples, micro, per_batch), length(other, micro, per_batch)
+    counted = with_other_length(epoch, then, batches)
+    (epochs, before), (still, place) = then.place(batches), counted.place(batches)
+    assert still == epochs
+    assert place <= before < place + per_batch or place + per_batch >= counted.micro_batches
+    assert counted.batches_until(epochs + 1) > batches
+    assert has_other_length(epoch, then) == (epoch != then)
+
+
+@given(samples=st.integers(1, 200), micro=few, parts=few, per_batch=few, drops=st.booleans())
+def test_other_micro_batches_are_no_other_length(
+    samples: int, micro: int, parts: int, per_batch: int, drops: bool
+) -> None:
+    """The last micro-batch of a pass may be smaller, or left out."""
+    sizes = (micro * parts, micro)
+    counts = [samples // each if drops else -(-samples // each) for each in sizes]
+    large = EpochLength(max(counts[0], 1), per_batch)
+    small = EpochLength(max(counts[1], parts), per_batch * parts)
+    assert not has_other_length(small, large)
+    assert not has_other_length(large, small)
+
+
+def test_another_size_and_other_data() -> None:
+    """5 of 10 batches of 24; then a pass has 4 batches of 12, and the last one ends the epoch."""
+    counted = counted_on(length(48, 12, 1), length(240, 24, 1), (24, 12), 15, place(15))
+    assert (counted.place(15), counted.batches_until(3)) == ((1, 3), 20)
 
 
 @pytest.mark.parametrize(
