@@ -21,6 +21,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.trial_code import TrialCode, code_of_folder
 from trial_core.common.text_format import unique_slug
 from trial_core.config import ExperimentConfig
+from trial_core.driver.changed_settings import other_hyperparameters
 from trial_core.driver.code_source import fetched_code, refuse_missing_code
 from trial_core.driver.drive import launch_slots, stopping_ranks
 from trial_core.driver.fetch_resume_point import fetch, require_convertible
@@ -34,6 +35,7 @@ from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.observe.events.observers import Observers, current_observer
 from trial_core.processes.machine.run_dirs import locked_run_dir, trial_id
 from trial_core.schedule.stop_requests import StopHandler
+from trial_core.search.settings import SearchExperiment
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.run_log import logger_finder, readable_task_log
 from trialflow.flows.lifecycle.run_names import evaluate_name
@@ -58,6 +60,7 @@ class EvaluateResult:
         batches_trained: how many batches the trial had trained when it saved the checkpoint.
         metrics: the validation metrics.
         run_dir: this run's folder on this machine, with its ranks' logs.
+        changes: in which hyperparameters the experiment and the checkpoint differ: a sentence.
         flow_run_id: Prefect's id of this flow run.
         config: the experiment, with which later flows and tasks find the checkpoint.
     """
@@ -67,6 +70,7 @@ class EvaluateResult:
     batches_trained: int
     metrics: dict[str, Any]
     run_dir: str | None = None
+    changes: list[str] = field(default_factory=list)
     flow_run_id: str | None = None
     config: ExperimentConfig | None = field(default=None, repr=False)
 
@@ -81,8 +85,9 @@ def evaluate(
     """Validate a committed checkpoint.
 
     Args:
-        config: the experiment: its trial, validation data, slots and checkpoint storage. Or the
-            result of `train`, `evaluate` or `export`, for its experiment and its checkpoint.
+        config: the experiment: its trial, validation data, slots and checkpoint storage. Of one
+            that searches, with the checkpoint's hyperparameters. Or the result of `train`,
+            `evaluate` or `export`, for its experiment and its checkpoint.
         checkpoint: the checkpoint's uuid, or the first characters of it; ``best`` or ``latest`` of
             the experiment's newest trial, ``best:TRIAL`` or ``latest:TRIAL``; or a version in the
             registry: ``champion:MODEL``, ``previous:MODEL`` or ``MODEL:VERSION``. Default: the
@@ -140,6 +145,12 @@ def evaluate_checkpoint(
     store = CheckpointStore(storage.url, storage.options, config.name)
     store.check_clock()  # others would ignore the claim of a run with a wrong clock
     candidates = _candidates(store, config.name, checkpoint)
+    if isinstance(config, SearchExperiment):  # its hyperparameters have ranges
+        config = config.of_trial(candidates[0].hyperparameters, candidates[0].trial)
+        current_observer().notice(
+            f"the hyperparameters are those of checkpoint {candidates[0].uuid}: the experiment's "
+            "are ranges"
+        )
     name, logger = trial_id(f"{config.name} evaluation", unique), get_run_logger()
     with (
         locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
@@ -162,6 +173,7 @@ def evaluate_checkpoint(
             with launch_slots(launch, placement) as launch.slots, stopping_ranks(launch):
                 build_trial(launch)
                 manifest = _fetch_first_intact(launch, candidates, checkpoint)
+                launch.warn(changes := other_hyperparameters(manifest, config))
                 build_loaders(launch, ResumePoint.warm(manifest, weights_only=True))
                 batches_trained = manifest.progress.batches_trained
                 if not validate(launch, batches_trained):
@@ -179,6 +191,7 @@ def evaluate_checkpoint(
         batches_trained=manifest.progress.batches_trained,
         metrics=launch.answers.metrics.get("validation", {}),
         run_dir=str(run_dir),
+        changes=changes,
     )
 
 

@@ -26,6 +26,7 @@ from trial_core.export.export_checkpoint import ExportPrecision, Format, export_
 from trial_core.models.checkpoint_reference import open_checkpoint
 from trial_core.models.records import Move
 from trial_core.models.registry import Registry
+from trial_core.search.settings import EitherExperiment
 from trialflow.tasks.events import tell_champion
 from trialflow.tasks.retrying import TRANSFER
 from trialflow.tasks.storage_block import with_credentials
@@ -50,7 +51,7 @@ class HasCheckpoint(Protocol):
 
 
 class ExperimentOrResult:
-    """Makes a flow's parameter take a result in place of the experiment.
+    """Makes a flow's parameter take a result in place of the experiment, which may be a search.
 
     To pydantic it is an experiment alone, so a form and the errors of a mapping show nothing else.
     """
@@ -59,7 +60,7 @@ class ExperimentOrResult:
         def pass_result(value: Any, validate: core_schema.ValidatorFunctionWrapHandler) -> Any:
             return value if isinstance(value, HasCheckpoint) else validate(value)
 
-        experiment = handler.generate_schema(ExperimentConfig)
+        experiment = handler.generate_schema(EitherExperiment)
         return core_schema.no_info_wrap_validator_function(pass_result, experiment)
 
 

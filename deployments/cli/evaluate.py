@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from trial_core.common import text_format
+from trial_core.errors import ConfigError
 from trialflow.deployments.cli.experiment_options import (
     CHECKPOINT,
     DEFAULT_EXPERIMENT,
     UNCHANGED_RUN,
     Experiment,
     RunChanges,
-    read_experiment,
+    read_any_experiment,
     refuse_what_cannot_run,
 )
 from trialflow.deployments.cli.flow_run import FlowRun, StateHook
@@ -43,12 +44,22 @@ def evaluate(
 ) -> int:
     """Validate a committed checkpoint of an experiment, on this machine or on several.
 
-    Uses as many slots as the experiment names, whatever number saved the checkpoint.
+    Uses as many slots as the experiment names, whatever number saved the checkpoint. The
+    experiment's hyperparameters count; of one that searches, the checkpoint's.
 
     Args:
         quiet: Print only the metrics, or the error.
     """
-    experiment = read_experiment(config, changes)
+    from trial_core.search.settings import SearchExperiment
+
+    experiment = read_any_experiment(config, changes)
+    is_search = isinstance(experiment, SearchExperiment)
+    if is_search and any(each.startswith("hyperparameters") for each in changes.overrides):
+        raise ConfigError(
+            f"--set hyperparameters…: {config} searches, so a checkpoint is validated with its own "
+            "hyperparameters; to choose them, write a file with values in place of the ranges and "
+            "searcher.name: single"
+        )
     refuse_what_cannot_run(experiment)
 
     def call(on_running: StateHook) -> EvaluateResult | State[Any]:
@@ -62,7 +73,7 @@ def evaluate(
     if (result := run.result) is None:
         return exit_code
     if json_:
-        names = ("trial", "batches_trained", "metrics", "flow_run_id")
+        names = ("trial", "batches_trained", "metrics", "changes", "flow_run_id")
         shown = {"checkpoint": result.checkpoint_uuid, **{n: getattr(result, n) for n in names}}
         print_json("evaluate", shown)
     else:

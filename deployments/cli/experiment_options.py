@@ -164,13 +164,14 @@ def read_experiment(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfi
 
 def read_any_experiment(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfig:
     """As `read_experiment`, but the experiment may be a search."""
+    from trial_core.config import ExperimentConfig
     from trial_core.config.parsing import override, read_mapping
     from trial_core.search.settings import SearchExperiment, searches
 
+    is_search = False
     with contextlib.suppress(ConfigError):  # it is told below
-        if searches(override(read_mapping(path), changes.overrides)):
-            return read_as(SearchExperiment, path, changes)
-    return read_experiment(path, changes)
+        is_search = searches(override(read_mapping(path), changes.overrides))
+    return read_as(SearchExperiment if is_search else ExperimentConfig, path, changes)
 
 
 def read_retraining(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfig:

@@ -330,6 +330,7 @@ class Evaluated(TypedDict):
     trial: str
     batches_trained: int
     metrics: dict[str, Any]
+    changes: list[str]
     flow_run_id: str | None
 
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.support.cli import write_experiment
 from tests.support.flow import one_slot, stages, train
 from tests.support.json_types import check_json
-from tests.support.manifests import new_manifest
+from tests.support.manifests import commit_files, new_manifest
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from tests.support.storage_clock import shift_clock
@@ -27,6 +28,7 @@ from trial_core.errors import (
     StorageError,
 )
 from trial_core.schedule.stop_requests import StopHandler
+from trialflow.deployments.cli.console import REFUSED
 from trialflow.deployments.cli.main import main
 from trialflow.flows import evaluate as evaluate_flow
 
@@ -66,12 +68,13 @@ def test_the_newest_checkpoint_on_other_slots(
 ) -> None:
     """`trialflow evaluate`: a checkpoint of one slot gives the same metrics on two.
 
-    As JSON and as a table on the run's page. Nothing is trained, and no claim is left.
+    As JSON and as a table on the run's page. Nothing is trained, and no claim is left. Other
+    hyperparameters than the checkpoint's are told.
     """
     config, result = trained(here)
     storage = config.checkpoint_storage.url
     path = write_experiment(
-        here, hyperparameters={"record": str(here), "zero_stage": 3},
+        here, hyperparameters={"record": str(here), "zero_stage": 3, "unused": 1},
         resources={"slots_per_trial": 2}, checkpoint_storage=storage,
     )  # fmt: skip
     capsys.readouterr()
@@ -79,6 +82,8 @@ def test_the_newest_checkpoint_on_other_slots(
     printed = check_json(json.loads(capsys.readouterr().out))
     assert printed["checkpoint"] == result.checkpoint_uuid
     assert (printed["trial"], printed["batches_trained"]) == (result.trial, 8)
+    (change,) = printed["changes"]
+    assert change.endswith("which count: hyperparameters.unused 1, which is new")
     assert printed["metrics"] == pytest.approx(result.validation_metrics, rel=1e-5)
     assert [line[0] for line in lines(here, "samples", 0)] == list(range(8))
     assert claims(CheckpointStore(storage)) == []
@@ -104,6 +109,39 @@ def test_a_machine_with_a_wrong_clock_evaluates_nothing(
     shift_clock(monkeypatch, storage, timedelta(days=40))
     with pytest.raises(StorageError, match="set the wrong one"):
         evaluate_checkpoint(config, None, "unique", stopping, {})
+
+
+def test_a_checkpoint_of_a_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is validated with its own hyperparameters, as a command and as a deployment."""
+
+    class Launched(Exception):
+        pass
+
+    def launch(run: Any, placement: Any) -> None:
+        raise Launched(run.run.config)
+
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(evaluate_flow, "launch_slots", launch)
+    for name in ("get_run_logger", "logger_finder"):
+        monkeypatch.setattr(evaluate_flow, name, lambda: None)
+    storage, ranges = str(tmp_path / "storage"), {"lr": {"type": "log", "minval": -4, "maxval": -1}}
+    path = write_experiment(
+        tmp_path, hyperparameters=ranges, checkpoint_storage=storage,
+        searcher={
+            "name": "random", "metric": "loss", "max_trials": 2, "max_length": {"batches": 8},
+        },
+    )  # fmt: skip
+    saved = commit_files(CheckpointStore(storage), experiment="toy", hyperparameters={"lr": 0.1})
+    given = {"config": yaml.safe_load(path.read_text()), "checkpoint": saved.uuid}
+    config = evaluate_flow.evaluate.validate_parameters(given)["config"]
+    with pytest.raises(Launched) as launched:
+        evaluate_flow.evaluate_checkpoint(config, saved.uuid, "unique", StopHandler(25), {})
+    (ran,) = launched.value.args
+    assert (ran.searcher.name, ran.hyperparameters) == ("single", {"lr": 0.1})
+    assert main(["evaluate", str(path), "--set", "hyperparameters.width=7"]) == REFUSED
+    assert "validated with its own hyperparameters" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.common.text_format import first_few, flat, one_line, setting, told_apart
 from trial_core.config import ExperimentConfig
@@ -56,12 +57,8 @@ def changes_since_checkpoint(
     if point.restore == "everything" and saved.config:  # it is recorded
         changes = _changes(saved.config, config.digested())
         changes += _changes(saved.versions, versions or saved.versions)
-    elif not saved.config and not saved.hyperparameters:  # another program has written it
-        changes = []
     else:
-        changes = _changes(
-            {"hyperparameters": saved.hyperparameters}, {"hyperparameters": config.hyperparameters}
-        )
+        changes = _changed_hyperparameters(saved, config)
     told = []
     if changes:
         told.append(f"changed since it was saved: {first_few(changes, SHOWN)}")
@@ -80,6 +77,22 @@ def changes_since_checkpoint(
         at = saved.progress.batches_trained
         told[0] = f"checkpoint {saved.uuid} (batch {at}): {told[0]}"
     return told
+
+
+def other_hyperparameters(saved: Manifest, config: ExperimentConfig) -> list[str]:
+    """Return a sentence if the checkpoint was trained with other hyperparameters; else nothing."""
+    changes = first_few(_changed_hyperparameters(saved, config), SHOWN)
+    at = f"checkpoint {saved.uuid} (batch {saved.progress.batches_trained})"
+    count = "was trained with other hyperparameters than these, which count"
+    return [f"{at} {count}: {changes}"] if changes else []
+
+
+def _changed_hyperparameters(saved: Manifest, config: ExperimentConfig) -> list[str]:
+    if not saved.config and not saved.hyperparameters:  # another program has written it
+        return []
+    return _changes(
+        {"hyperparameters": saved.hyperparameters}, {"hyperparameters": config.hyperparameters}
+    )
 
 
 def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

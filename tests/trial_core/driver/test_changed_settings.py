@@ -9,7 +9,11 @@ import pytest
 from tests.support.manifests import new_manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.config import ExperimentConfig
-from trial_core.driver.changed_settings import changes_since_checkpoint, check_keep
+from trial_core.driver.changed_settings import (
+    changes_since_checkpoint,
+    check_keep,
+    other_hyperparameters,
+)
 from trial_core.errors import ConfigError
 from trial_core.messages import RestoredSettings
 
@@ -115,6 +119,18 @@ def test_a_new_trial_with_anothers_state() -> None:
     assert text.endswith("changed since it was saved: hyperparameters.lr 0.1 -> 0.2")
     assert told({"lr": 0.1}, {"lr": 0.2}, restore="weights") == ""
     assert not changes_since_checkpoint(ResumePoint(), experiment(4, {}), {}, RestoredSettings())
+
+
+def test_a_checkpoint_that_is_only_validated() -> None:
+    """Its metrics depend on the hyperparameters; the experiment's others may have changed."""
+    saved = new_manifest(4, uuid=UUID, hyperparameters={"dropout": 0.1})
+    assert other_hyperparameters(saved, experiment(8, {"dropout": 0.1})) == []
+    assert other_hyperparameters(saved, experiment(4, {"dropout": 0.0})) == [
+        f"checkpoint {UUID} (batch 4) was trained with other hyperparameters than these, which "
+        "count: hyperparameters.dropout 0.1 -> 0"
+    ]
+    of_another_program = new_manifest(4, hyperparameters={})
+    assert other_hyperparameters(of_another_program, experiment(4, {"dropout": 0.0})) == []
 
 
 def test_what_may_be_kept() -> None:
