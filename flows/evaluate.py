@@ -153,7 +153,7 @@ def evaluate_checkpoint(
         )
     name, logger = trial_id(f"{config.name} evaluation", unique), get_run_logger()
     with (
-        locked_run_dir(name, takeover_wait_seconds(config)) as run_dir,
+        locked_run_dir(name, takeover_wait_seconds(config), "an evaluation") as run_dir,
         RunClaim(store, name) as claim,
         place_ranks(config, run_dir, announcer(logger, current_observer())) as placement,
     ):

@@ -290,7 +290,7 @@ def trained_challenger(attempt: RetrainingAttempt) -> Challenger | None:
         return None if found is None else journal.write("challenger", found)
     given = Given(
         attempt=retraining.run_id, stopping=attempt.stopping, devices=attempt.devices,
-        is_new=True, takeover_wait_seconds=takeover_wait_seconds(config),
+        is_new=True, takeover_wait_seconds=takeover_wait_seconds(config), task="a retraining",
     )  # fmt: skip
     with about("challenger"):
         result = train_trial(config, plan.trial, given)

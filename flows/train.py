@@ -137,6 +137,7 @@ def train(
             keep=keep or (),
             takeover_wait_seconds=takeover_wait_seconds(config, is_part=part is not None),
             waited_seconds=time.monotonic() - began,
+            task="" if part is None else f"search {part.attempt.partition('/')[0]}",
         )
         result = watch.run(lambda: train_trial(opened, trial, given), describe_saved)
     if isinstance(result, State):

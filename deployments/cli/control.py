@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trial_core.errors import ConfigError
@@ -33,6 +34,23 @@ if TYPE_CHECKING:
 
 FLOWS = ("train", "retrain", "evaluate", "search")
 """The flows whose runs belong to trials or searches: other runs on the server are left alone."""
+
+_TASKS = {
+    "search": "search ", "evaluate": "an evaluation", "retrain": "a retraining",
+    "script": "a script",
+}  # fmt: skip
+"""How the tasks begin that `locked_run_dir` notes for them."""
+
+_LATER = {
+    "train": "`trialflow train FILE … --resume --trial {}`, with the run's other options, "
+    "continues the trial",
+    "search": "`trialflow search FILE … --resume --search {}`, with the run's other options, "
+    "continues the search",
+    "evaluate": "an evaluation stores nothing: to repeat it, start it again",
+    "retrain": "a Retry of its run in Prefect continues it, if a deployment has started it; else "
+    "`trialflow retrain` begins a new one",
+    "script": "the script continues the trial if it is run again with latest_checkpoint",
+}
 
 RETRAINING = "retrain "
 """The first word of a retraining's flow run name; the id of its challenger's trial follows."""
@@ -76,7 +94,7 @@ def start(
             trial = trial_id(name, str(run.id))
             client.update_flow_run(run.id, name=trial)  # `cancel` finds it before it begins
         what = f"is scheduled: a worker of {deployment.work_pool_name} starts it"
-        _Run(trial, client, run, "").tell("start", what, json_)
+        _Run(trial, client, run).tell("start", what, json_)
 
 
 def suspend(trial: TrialId, /, *, json_: AsJson = False) -> None:
@@ -99,7 +117,7 @@ def resume(trial: TrialId, /, *, json_: AsJson = False) -> None:
 
 
 def cancel(trial: TrialId, /, *, json_: AsJson = False) -> None:
-    """Have a trial's run save and end. `trialflow train --resume` continues the trial."""
+    """Have the run of a trial or a search save and end. `--resume` continues it."""
     with _run_of(trial) as run:
         if run.flow_run is None:
             os.kill(_process_here(run), signal.SIGTERM)
@@ -107,25 +125,40 @@ def cancel(trial: TrialId, /, *, json_: AsJson = False) -> None:
             from prefect.states import Cancelling
 
             run.ask(Cancelling(), "CANCELLING", "CANCELLED")
-        run.tell("cancel", f"ends, and saves first what it has trained; {run.later}", json_)
+        saves = "" if run.kind == "evaluate" else ", and saves first what it has trained"
+        run.tell("cancel", f"ends{saves}; {run.later}", json_)
 
 
 class _Run(NamedTuple):
-    """A trial's run that is not over: the server's, or a process (``process 7 on node-1``)."""
+    """A run that is not over, of a trial or a search: the server's, or a process.
+
+    Attributes:
+        trial: the id of the trial or search.
+        holder: the process (``process 7 on node-1``), which has locked `folder`; or empty.
+    """
 
     trial: str
     client: SyncPrefectClient | None
     flow_run: FlowRun | None
-    holder: str
+    holder: str = ""
+    folder: Path = Path()
+
+    @property
+    def kind(self) -> str:
+        """The name of its flow; or ``script``."""
+        if self.flow_run is not None and self.client is not None:
+            return self.client.read_flow(self.flow_run.flow_id).name
+        from trial_core.processes.machine.run_dirs import task_of
+
+        task = task_of(self.holder)
+        return next((kind for kind in _TASKS if task.startswith(_TASKS[kind])), "train")
 
     @property
     def later(self) -> str:
-        given = self.flow_run.parameters if self.flow_run is not None else {}
-        if given.get("part") is not None:
+        """How to continue it after its end."""
+        if self.flow_run is not None and self.flow_run.parameters.get("part") is not None:
             return "the search that it belongs to trains it no further"
-        if "search" in given:
-            return f"`trialflow search FILE --resume --search {self.trial}` continues the search"
-        return f"`trialflow train --resume --trial {self.trial}` continues the trial"
+        return _LATER[self.kind].format(self.trial)
 
     def tell(self, command: str, what: str, as_json: bool) -> None:
         """Print what becomes of the run."""
@@ -157,22 +190,21 @@ class _Run(NamedTuple):
 
 @contextmanager
 def _run_of(named: str) -> Iterator[_Run]:
-    """Yield the run of the trial with this id, or with the only id that begins so.
+    """Yield the run of the trial or search with this id, or with the only id that begins so.
 
     Raises:
-        ConfigError: no trial, or several; or none of them has a run that is not over.
+        ConfigError: no trial, or several; or none of them has a run that is not over; or its
+            process trains other trials of a search, too.
     """
     from trialflow.flows.server.prefect_settings import prepare_prefect
 
     prepare_prefect()
     from prefect.settings import get_current_settings
 
-    from trial_core.processes.machine.run_dirs import LOCK, holder_of, home_folder
+    from trial_core.processes.machine.run_dirs import home_folder
     from trialflow.flows.server.embedded_server import using_server_of_up
 
-    folders = [path.parent for path in home_folder().glob(f"*/{LOCK}")]
-    folders = [each for each in folders if each.name.startswith(named)]
-    here = {each.name: holder for each in folders if (holder := holder_of(each))}
+    here = _held_here(named)
     with using_server_of_up(console.note):
         url = get_current_settings().api.url
         with configured_client() if url else nullcontext() as client:
@@ -185,7 +217,40 @@ def _run_of(named: str) -> Iterator[_Run]:
                     f"{url or 'a Prefect server (PREFECT_API_URL is not set)'}, and none of this "
                     f"machine in {home_folder()} (TRIALFLOW_HOME)"
                 )
-            yield _Run(trial, client, runs.get(trial), here.get(trial, ""))
+            run = _Run(trial, client, runs.get(trial), *here.get(trial, ()))
+            if run.flow_run is None and run.kind == "search" and run.folder.name == trial:
+                search = _search_of(run.holder)
+                raise ConfigError(
+                    f"trial {trial} is trained by {run.holder}, and a signal would end the whole "
+                    f"search: `trialflow cancel {search}` does that, and its trials save first. To "
+                    "end this trial alone, repeat the command with PREFECT_API_URL and "
+                    "PREFECT_API_AUTH_STRING of the search's server, which it named at its start"
+                )
+            yield run
+
+
+def _held_here(named: str) -> dict[str, tuple[str, Path]]:
+    """Return the processes of this machine that have trials or searches whose ids begin so.
+
+    Each with a folder that it has locked; that of a search is the folder of one of its trials.
+    """
+    from trial_core.processes.machine.run_dirs import LOCK, holder_of, home_folder
+
+    found: dict[str, tuple[str, Path]] = {}
+    for lock in home_folder().glob(f"*/{LOCK}"):
+        with suppress(FileNotFoundError):  # just deleted
+            ids = lock.parent.name, _search_of(lock.read_text(errors="replace"))
+            wanted = [each for each in ids if each and each.startswith(named)]
+            if wanted and (holder := holder_of(lock.parent)):
+                found |= dict.fromkeys(wanted, (holder, lock.parent))
+    return found
+
+
+def _search_of(holder: str) -> str:
+    """Return the search in a text of `holder_of`, or empty."""
+    from trial_core.processes.machine.run_dirs import task_of
+
+    return task_of(holder).partition(_TASKS["search"])[2]
 
 
 def _flow_runs(client: SyncPrefectClient, named: str) -> dict[str, FlowRun]:
@@ -211,9 +276,9 @@ def _process_here(run: _Run) -> int:
     """
     import psutil
 
-    from trial_core.processes.machine.run_dirs import LOCK, run_dir_of
+    from trial_core.processes.machine.run_dirs import LOCK
 
-    lock = os.path.realpath(run_dir_of(run.trial) / LOCK)
+    lock = os.path.realpath(run.folder / LOCK)
     process, files, variables = None, [], {}
     with suppress(psutil.Error, ValueError, IndexError):
         process = psutil.Process(int(run.holder.split()[1]))

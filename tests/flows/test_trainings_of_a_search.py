@@ -64,13 +64,14 @@ class Trainings:
     def train_trial(self, config: Any, trial: str, given: Given) -> TrialResult:
         """The stand-in for `trialflow.flows.train.train_trial`."""
         self.count += 1
-        number = int(given.attempt.rpartition("/")[2])
+        search, _, number = given.attempt.rpartition("/")
+        assert given.task == f"search {search}", "`trialflow cancel` reads it"
         length = (given.pause_at or config.searcher.max_length).value
         result = TrialResult(
             trial, length, given.pause_at is not None, describe_pause(given.pause_at),
-            validation_metrics={"loss": number}, validated_at=length,
+            validation_metrics={"loss": int(number)}, validated_at=length,
         )  # fmt: skip
-        return self.act(number, given.stopping, result) or result
+        return self.act(int(number), given.stopping, result) or result
 
     def config(self, **searcher: Any) -> SearchExperiment:
         """A search of three trials, two of which are due at a time: rungs at 3 and 6 batches."""

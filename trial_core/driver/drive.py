@@ -91,7 +91,7 @@ def drive_trial(
     with (
         # Ends last: a slow backend must delay neither the ledger nor the release of the trial.
         run_telemetry(config, trial, clock, given.stopping, ending, logger) as telemetry,
-        locked_run_dir(trial, given.takeover_wait_seconds) as run_dir,
+        locked_run_dir(trial, given.takeover_wait_seconds, given.task) as run_dir,
         # Once, not per restart: a restart must not take the trial back from a newer run.
         own_trial(
             store, trial, given.attempt, is_new=given.is_new, take_over=given.take_over,

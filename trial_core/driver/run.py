@@ -82,6 +82,7 @@ class Given:
         has_code: True if the code folder holds code that checkpoints should name.
         pause_at: where the run validates, saves and ends, although the trial is to be trained
             further later; None to train it to its end.
+        task: see `locked_run_dir`.
     """
 
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -110,6 +111,7 @@ class Given:
     ) = None
     has_code: bool = True
     pause_at: TrainUnit | None = None
+    task: str = ""
 
 
 @dataclass

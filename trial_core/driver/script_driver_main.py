@@ -177,6 +177,7 @@ def carry_out(order: Order, log: ForwardedLog) -> None:
             how_to_go_on=HOW_TO_GO_ON,
             choose_resume_points=_fixed(order.latest_checkpoint, point),
             has_code=order.has_code,
+            task="a script",
         )
         joining = JoiningRanks(order, listen, log)
         if order.test_mode:

@@ -26,7 +26,7 @@ HOLDER = """
 import sys, time
 from trial_core.processes.machine.run_dirs import locked_run_dir
 
-with locked_run_dir(sys.argv[1]):
+with locked_run_dir(sys.argv[1], task=sys.argv[2]):
     print("locked", flush=True)
     time.sleep(600)
 """
@@ -69,10 +69,10 @@ def server(
 
 
 @contextmanager
-def training(trial: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+def training(trial: str, task: str = "", **variables: str) -> Iterator[subprocess.Popen[str]]:
     """A process that has locked a trial's folder, as a driver does."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, trial],
+        [sys.executable, "-c", HOLDER, trial, task],
         env={**os.environ, **variables}, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout is not None
@@ -148,3 +148,30 @@ def test_a_run_without_a_server(
             assert process.wait(30) == -signal.SIGTERM
         assert main(["cancel", "of-a-script"]) == REFUSED
         assert "PREFECT_API_URL is not set" in capsys.readouterr().err
+
+
+def test_what_the_process_of_a_run_does_besides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trial of a search is not cancelled by a signal, which would end the whole search; the
+    search is. It is said how each kind of run is continued."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    with environment(isolated(tmp_path / "prefect")):
+        with training("trial-1", "search sought-2") as process:
+            for command in ("cancel", "suspend"):
+                assert main([command, "trial"]) == REFUSED
+                assert "`trialflow cancel sought-2` does that" in capsys.readouterr().err
+            assert process.poll() is None
+            assert main(["cancel", "sought"]) == 0
+            assert "`trialflow search FILE … --resume --search sought-2`" in capsys.readouterr().out
+            assert process.wait(30) == -signal.SIGTERM
+        for task, later in (
+            ("", "`trialflow train FILE … --resume --trial trial-1`, with the run's other options"),
+            ("an evaluation", "trial-1 ends; an evaluation stores nothing"),
+            ("a retraining", "`trialflow retrain` begins a new one"),
+            ("a script", "if it is run again with latest_checkpoint"),
+        ):
+            with training("trial-1", task) as process:
+                assert main(["cancel", "trial-1"]) == 0
+                assert later in capsys.readouterr().out

@@ -135,7 +135,7 @@ def test_trialflow_cancel_saves_and_returns(tmp_path: Path) -> None:
         assert ended.get("stopped_early"), f"{ended}\n{ranks.logs()}"
         (saved,) = store(tmp_path).list()
         assert saved.progress.batches_trained == ended["batches_trained"] > 3
-        assert f"--trial {saved.trial}` continues the trial" in done.stdout
+        assert "continues the trial if it is run again with latest_checkpoint" in done.stdout
         assert "stopped: preempted (SIGTERM)" in ranks.report()
         assert ranks.left(pids) == []
 

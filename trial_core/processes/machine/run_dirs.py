@@ -17,6 +17,7 @@ from trial_core.errors import TrialBusy, TrialflowError
 from trial_core.processes.machine.memory_files import take_memory_links
 
 LOCK = "lock"
+_FOR = ", for "
 POLL_SECONDS = 0.2
 UNIQUE_DIGITS = 12
 """Hexadecimal digits of a trial's id. Its number fits 64 bits, and JSON's numbers; `own_trial`
@@ -58,8 +59,10 @@ def trial_id(name: str, unique: str) -> str:
 
 
 @contextmanager
-def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
+def locked_run_dir(trial: str, timeout_seconds: float = 0.0, task: str = "") -> Iterator[Path]:
     """Lock the folder of `trial` on this machine for the block, and yield it.
+
+    `task` is what this process does, if that is not to train this one trial: `holder_of` tells it.
 
     Deletes the files that the ranks of an earlier process left there. At the end, also deletes a
     folder that holds nothing but the lock, as after a refused run. The kernel frees the lock when
@@ -82,7 +85,8 @@ def locked_run_dir(trial: str, timeout_seconds: float = 0.0) -> Iterator[Path]:
         except FileNotFoundError:  # a run that was refused has just deleted the folder
             _make_lock_file(path)
             lock.acquire(timeout=timeout_seconds, poll_interval=POLL_SECONDS)
-        path.write_text(f"process {os.getpid()} on {socket.gethostname()}")
+        holder = f"process {os.getpid()} on {socket.gethostname()}"
+        path.write_text(f"{holder}{_FOR}{task}" if task else holder)
     except filelock.Timeout:
         holder = (path.exists() and path.read_text(errors="replace")) or "another process"
         raise TrialBusy(
@@ -118,12 +122,20 @@ def locked_if_ended(run_dir: Path) -> Iterator[bool]:
 
 
 def holder_of(run_dir: Path) -> str | None:
-    """The process that trains the trial of a folder now: ``process 7 on node-1``; or None."""
+    """The process that trains the trial of a folder now: ``process 7 on node-1``; or None.
+
+    With its task, if it has another one: ``process 7 on node-1, for search toy-search-4f``.
+    """
     path = run_dir / LOCK
     if path.exists():
         with locked_if_ended(run_dir) as has_ended, suppress(FileNotFoundError):  # just deleted
             return None if has_ended else path.read_text(errors="replace")
     return None
+
+
+def task_of(holder: str) -> str:
+    """The task in a text of `holder_of`, or empty."""
+    return holder.partition(_FOR)[2]
 
 
 def _make_lock_file(path: Path) -> None:

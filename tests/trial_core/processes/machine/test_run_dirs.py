@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ from trial_core.processes.machine.run_dirs import (
     home_folder,
     locked_run_dir,
     prepare_run_dir,
+    task_of,
     trial_id,
 )
 
@@ -71,6 +73,16 @@ def test_only_one_process_trains_a_trial() -> None:
         assert staged.exists()
     with locked_run_dir(TRIAL) as run_dir:
         assert not (run_dir / "staging").exists()
+
+
+def test_what_the_process_does_besides(home: Path) -> None:
+    """It trains many trials, for example: a signal to it would not end this one alone."""
+    with locked_run_dir(TRIAL, task="search toy-search-1") as run_dir:
+        holder = holder_of(run_dir) or ""
+        assert holder == f"process {os.getpid()} on {socket.gethostname()}, for search toy-search-1"
+    assert task_of(holder) == "search toy-search-1"
+    with locked_run_dir(TRIAL) as run_dir:
+        assert task_of(holder_of(run_dir) or "") == ""
 
 
 def test_a_folder_that_is_deleted_meanwhile_has_no_holder(
