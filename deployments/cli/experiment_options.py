@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
@@ -69,9 +70,18 @@ class Changes:
 
     @property
     def moves_storage(self) -> bool:
-        """True if the experiment's storage is not that of its file."""
+        """True if the experiment's storage may not be that of its file."""
         is_set = any(each.startswith("checkpoint_storage") for each in self.overrides)
         return is_set or self.storage is not None
+
+    def place(self, config: Path, url: str) -> StoragePlace:
+        """Where other commands find the storage of the experiment in `config`, which is at `url`.
+
+        The file is named also if the storage is not its own: it may have that storage's options.
+        """
+        if self.moves_storage:
+            return StoragePlace(config, url)
+        return HERE if config == DEFAULT_EXPERIMENT else StoragePlace(config)
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,12 @@ class StoragePlace:
 
     config: Path | None = None
     storage: str | None = None
+
+    @property
+    def options(self) -> str:
+        """The options as given, after a command: `` --config FILE --storage URL``; or empty."""
+        given = {"--config": self.config, "--storage": self.storage}
+        return "".join(f" {name} {quote(str(value))}" for name, value in given.items() if value)
 
     @property
     def experiment(self) -> Path | None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import shlex
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from trial_core.common import text_format
 from trial_core.errors import Stopped, TrialflowError
 from trialflow.deployments.cli import console
+from trialflow.deployments.cli.experiment_options import StoragePlace
 from trialflow.deployments.cli.run_display import Display
 from trialflow.deployments.cli.signals import Terminated, stoppable
 
@@ -80,11 +79,11 @@ class FlowRun(Generic[Result]):
         self.result = result
         return 0
 
-    def note_unsent(self, config: Path, storage: str | None) -> None:
+    def note_unsent(self, place: StoragePlace) -> None:
         """Print which trackers lack records of the trained trial, and the command that sends them.
 
         Args:
-            config, storage: as the command was given them.
+            place: the storage of the experiment.
         """
         from msgspec import MsgspecError
 
@@ -95,13 +94,12 @@ class FlowRun(Generic[Result]):
         trial, trackers = self._display.trial, trackers_of(self._experiment)
         if trial is None or not trackers:
             return
-        place = f" --storage {shlex.quote(storage)}" if storage else ""
         with suppress(OSError, MsgspecError):  # the run's log says so
             for name, count in unsent(run_dir_of(trial), [*trackers]).items():
                 console.warning(
                     f"tracker {name} has not got {text_format.plural(count, 'record')}; the "
                     "trial's next run sends them, or: "
-                    f"trialflow runs sync {trial} --config {shlex.quote(str(config))}{place}"
+                    f"trialflow runs sync {trial}{place.options}"
                 )
 
     def _run_alone(self, call: Callable[[StateHook], Any]) -> Result:

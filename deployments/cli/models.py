@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
@@ -202,9 +201,7 @@ def _print_move(command: str, move: Move, is_new: bool, as_json: bool, place: St
     already = "" if is_new else " already"
     print(f"version {move.champion} is champion of model {move.model}{already}{before}")
     if is_new and move.previous is not None:
-        given = {"--config": place.config, "--storage": place.storage}
-        options = [f" {name} {shlex.quote(str(value))}" for name, value in given.items() if value]
-        console.note(f"to roll back: trialflow models rollback {move.model}{''.join(options)}")
+        console.note(f"to roll back: trialflow models rollback {move.model}{place.options}")
 
 
 class ModelView:

@@ -58,7 +58,8 @@ def retrain(
     experiment = read_retraining(config, changes)
     run_data = parse_data(data or [])
     render_data(experiment.data, datetime.now(timezone.utc))  # report errors before the start
-    refuse_what_cannot_run(experiment, open_store_of(experiment))
+    store = open_store_of(experiment)
+    refuse_what_cannot_run(experiment, store)
 
     def call(on_running: StateHook) -> RetrainResult | str | State[Any]:
         from trialflow.flows.retrain import SKIPPED, retrain as retrain_flow
@@ -81,7 +82,7 @@ def retrain(
             print_json("retrain", _as_data(run.result))
         else:
             print("\n".join(_summary_lines(run.result, run.later_ui)))
-    run.note_unsent(config, changes.storage)
+    run.note_unsent(changes.place(config, store.url))
     return exit_code
 
 

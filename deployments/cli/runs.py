@@ -240,7 +240,7 @@ def show(trial: TrialId, /, *, place: StoragePlace = HERE, json_: AsJson = False
     for name, count in unsent.items():
         print(
             f"tracker {name} has not got {text_format.plural(count, 'record')}: trialflow runs "
-            f"sync {trial}, unless the trial is being trained\n"
+            f"sync {trial}{place.options}, unless the trial is being trained\n"
         )
     if saved is not None:
         ended = saved.results["ended"] or "not yet, or it was killed"

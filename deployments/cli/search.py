@@ -83,6 +83,7 @@ def search(
     if simulate is not None:
         return _simulate(experiment, simulate, json_)
     store = open_store_of(experiment)
+    place = changes.place(config, store.url)
     refuse_what_cannot_run(experiment, store)
     display = display_for_stdout(quiet or json_, (experiment.searcher.metric, "loss"))
     continued = _to_resume(store, experiment, named, display.say) if resume else None
@@ -99,10 +100,10 @@ def search(
         if json_:
             print_json("search", asdict(run.result))
         else:
-            print("\n".join(_summary(run.result, experiment, run.later_ui)))
+            print("\n".join(_summary(run.result, experiment, place, run.later_ui)))
     elif run.stopped_by is not None:
         console.note("to continue the search, repeat the command with --resume")
-    run.note_unsent(config, changes.storage)
+    run.note_unsent(place)
     return exit_code
 
 
@@ -164,7 +165,9 @@ def _to_resume(
     return newest
 
 
-def _summary(result: SearchResult, experiment: SearchExperiment, later_ui: str | None) -> list[str]:
+def _summary(
+    result: SearchResult, experiment: SearchExperiment, place: StoragePlace, later_ui: str | None
+) -> list[str]:
     """The lines that end the command's output."""
     how = "completed" if result.is_over else f"stopped: {result.stop_reason}"
     best = None
@@ -176,7 +179,7 @@ def _summary(result: SearchResult, experiment: SearchExperiment, later_ui: str |
         ("with", json.dumps(result.hyperparameters) if best else None),
         ("checkpoint", result.checkpoint_uuid),
         ("continue with", None if result.is_over else f"--resume --search {result.search}"),
-        ("more", f"trialflow search show {result.search}"),
+        ("more", f"trialflow search show {result.search}{place.options}"),
         ("HTML report", result.report_path),
         ("UI", later_ui),
     ]

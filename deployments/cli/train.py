@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 import sys
 import time
@@ -133,6 +132,7 @@ def train(
             changes = replace(changes, set_=[*(changes.set_ or []), start])
         experiment = read_experiment(config, changes)
         store = outcome.store = open_store_of(experiment)
+        place = changes.place(config, store.url)
         refuse_what_cannot_run(experiment, store)
         display = outcome.run_status = _display(quiet, json_, (experiment.searcher.metric, "loss"))
         display.follows_ranks = follow
@@ -149,21 +149,18 @@ def train(
                 said = _compared(run.result) if dry else f"{_tested(run.result)} ({took})"
                 print(said, file=outcome.stream, flush=True)
                 return exit_code
-            from trial_core.driver.summary import next_step, storage_option
+            from trial_core.driver.summary import next_step
 
             best = _best(store, run.result)
-            place = f"--config {shlex.quote(str(config))}" * (config != DEFAULT_EXPERIMENT)
-            if changes.moves_storage:
-                place = storage_option(store.url)
             summary = _summary(
                 run.result, time.monotonic() - began, run.later_ui, continuation.option,
                 best=best,
                 end=None if display.had_batches_left else display.total_batches,
                 next_step=None if store.is_process_local
-                else next_step(run.result, best, place, experiment.is_script),
+                else next_step(run.result, best, place.options, experiment.is_script),
             )  # fmt: skip
             print("\n".join(summary), file=outcome.stream, flush=True)
-            run.note_unsent(config, changes.storage)
+            run.note_unsent(place)
             return exit_code
         if run.failure is not None:
             outcome.failed(run.failure, exit_code)
@@ -171,7 +168,7 @@ def train(
             outcome.stopped(run.stopped_by)
         if not test and not dry:
             trial_run.note_what_is_left(run)
-            run.note_unsent(config, changes.storage)
+            run.note_unsent(place)
         return exit_code
 
 

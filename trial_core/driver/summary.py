@@ -71,8 +71,8 @@ def next_step(
 ) -> str | None:
     """The command that uses the best checkpoint of a completed run, or else its last.
 
-    None without a checkpoint, and if the run was stopped, which is to be continued. `place` is the
-    option that names the storage, or empty. No export reads the files of a script.
+    None without a checkpoint, and if the run was stopped, which is to be continued. `place` are the
+    options that name the storage, after a space; or empty. No export reads the files of a script.
     """
     if result.checkpoint_uuid is None or result.stop_reason is not None:
         return None
@@ -80,12 +80,12 @@ def next_step(
     does = f"checkpoints download {which} --to checkpoint"
     if not is_script:
         does = f"export {which} --to model.safetensors"
-    return f"trialflow {does} {place}".rstrip()
+    return f"trialflow {does}{place}"
 
 
 def storage_option(url: str) -> str:
-    """The option that names a storage, for a shell."""
-    return f"--storage {shlex.quote(url)}"
+    """The option that names a storage, for a shell, after a space."""
+    return f" --storage {shlex.quote(url)}"
 
 
 def _described(checkpoint: Manifest) -> str:

@@ -11,6 +11,7 @@ from tests.support.cli import write_experiment
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.models.registry import Registry
+from trialflow.deployments.cli.experiment_options import Changes
 from trialflow.deployments.cli.flow_run import FlowRun
 from trialflow.deployments.cli.main import main
 
@@ -73,6 +74,23 @@ def test_a_mistake_in_a_file_that_was_not_named(
     message = capsys.readouterr().err
     assert 'did you mean "searcher"' in message
     assert "experiment.yaml is read because neither --config nor --storage is given" in message
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "options"),
+    [
+        ("experiment.yaml", Changes(), ""),
+        ("a b.yaml", Changes(["name=x"]), " --config 'a b.yaml'"),
+        ("my.yaml", Changes(storage="s3://b/r"), " --config my.yaml --storage s3://b/r"),
+        (
+            "experiment.yaml", Changes(["checkpoint_storage.url=s3://b/r"]),
+            " --config experiment.yaml --storage s3://b/r",
+        ),
+    ],
+)  # fmt: skip
+def test_how_later_commands_find_the_storage(file: str, changes: Changes, options: str) -> None:
+    """The file is always named, which may have options of the storage, as its endpoint."""
+    assert changes.place(Path(file), "s3://b/r").options == options
 
 
 def test_prune_wants_its_storage_named(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

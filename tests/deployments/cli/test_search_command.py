@@ -12,7 +12,9 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, SearchError
 from trial_core.search.simulate import simulate
 from trialflow.deployments.cli import search as command
+from trialflow.deployments.cli.experiment_options import StoragePlace
 from trialflow.deployments.cli.main import main
+from trialflow.flows.search import SearchResult
 
 
 @pytest.fixture
@@ -88,3 +90,10 @@ def test_a_simulated_search(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         f"1 4 batches 16 {sum(each.rung == 1 for each in state.promotions)} 0.85 (trial 15)"
         in lines
     )
+
+
+def test_the_summary_names_the_storage_for_the_next_command() -> None:
+    """The search may not be in the default one."""
+    place = StoragePlace(Path("s.yaml"), "s3://b/r")
+    lines = command._summary(SearchResult("toy-a", True), search_experiment(), place, None)
+    assert "trialflow search show toy-a --config s.yaml --storage s3://b/r" in "\n".join(lines)

@@ -28,7 +28,7 @@ def test_the_last_line_of_a_completed_run_is_a_next_step(
     result: TrialResult, best: Manifest | None, is_script: bool, step: str | None
 ) -> None:
     """With its best checkpoint, or its last if none is known; a stopped run has another one."""
-    found = next_step(result, best, "--x", is_script)
+    found = next_step(result, best, " --x", is_script)
     assert found == step
     last = f"  next    {step}" if step else "  report  /r"
     assert summary_lines("done", result, next_step=found)[-1] == last
