@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -74,7 +75,7 @@ class LocalWorker:
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         variables = {**SETTINGS, **chosen_settings(), "PATH": path}
         command += ["--type", "process", *options]
-        self._has_limit = "--limit" in options
+        self._has_limit = has_limit(options)
         self._log_path = log_path
         self._start = partial(start_child, command, variables, log_path, answers=True)
         self._reaper = self._start()
@@ -154,6 +155,11 @@ class LocalWorker:
         """Those of workers and supervisors that were killed."""
         children = _children(self._reaper.pid) if self._reaper.lives() else []
         return [process for process in children if HOLDERS & {*_command(process)}]
+
+
+def has_limit(options: Iterable[str]) -> bool:
+    """Return whether options of ``prefect worker start`` limit its runs."""
+    return any(re.match(r"--limit(=|$)|-l", each) for each in options)
 
 
 def requeue_lost_runs(client: SyncPrefectClient, pool: str) -> list[str]:

@@ -16,7 +16,7 @@ from tests.support.prefect import isolated
 from tests.support.waiting import until
 from trial_core.processes.machine.child import Child
 from trialflow.deployments import local_worker
-from trialflow.deployments.local_worker import LocalWorker, WorkerEnded
+from trialflow.deployments.local_worker import LocalWorker, WorkerEnded, has_limit
 from trialflow.flows.server.prefect_server import start_child
 from trialflow.flows.server.prefect_settings import environment
 
@@ -163,6 +163,13 @@ def test_a_worker_with_a_limit_waits_for_the_runs_that_it_would_not_count(
     ):
         worker.serve(note)
     assert lived == [True]
+
+
+@pytest.mark.parametrize("options", ["--limit 1", "--limit=1", "-l 1", "-l1", "--name a -l=1"])
+def test_the_forms_of_a_limit(options: str) -> None:
+    """All that Prefect's command takes count."""
+    assert has_limit(options.split())
+    assert not has_limit(["--name", "limit", "--work-queue", "l"])
 
 
 def test_a_worker_that_cannot_start(tmp_path: Path, fake: Callable[[str], None]) -> None:
