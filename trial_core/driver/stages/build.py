@@ -178,9 +178,17 @@ def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     has_micro_batches = topology is not None and topology.micro_batch_samples > 0
     is_other_size = launch.micro_batch_samples is not None and has_micro_batches
     if is_other_size and not launch.answers.loads_micro_batches:
+        remedy = (
+            "its batch_size is another number than engine.train_micro_batch_size_per_gpu(). Pass "
+            "it that"
+        )
+        if launch.micro_batch_samples == 0:  # see `BuildTrial`
+            raise TrialError(
+                "tune-batch tries micro-batches of other sizes, and the training loader does not "
+                f"take them: {remedy}"
+            )
         raise TrialError(
             "the memory is too small for the configured micro-batches, and the training loader "
-            "does not take smaller ones: its batch_size is another number than "
-            "engine.train_micro_batch_size_per_gpu(). Pass it that, or reduce both"
+            f"does not take smaller ones: {remedy}, or reduce both"
         )
     return launch.answers.epoch

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
+from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Topology
-from trial_core.driver.stages.build import _warn_of_another_batch_size
-from trial_core.messages import TrialBuilt
+from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.run import Launch, Run
+from trial_core.driver.stages.build import _warn_of_another_batch_size, build_loaders
+from trial_core.errors import TrialError
+from trial_core.messages import ReadyToTrain, TrialBuilt
 
 
 @pytest.mark.parametrize(
@@ -54,3 +62,23 @@ def test_a_batch_size_that_ranks_cannot_share_is_warned_of(
     built = TrialBuilt(hooks=[], topology=topology, batch_samples=48, versions={})
     _warn_of_another_batch_size(hyperparameters, built)
     assert ("is 49, but a batch on 2 data-parallel ranks has 48 samples" in caplog.text) == warns
+
+
+@pytest.mark.parametrize(
+    ("samples", "why"),
+    [
+        (0, "tune-batch tries micro-batches of other sizes, and the training loader does not"),
+        (2, "the memory is too small for the configured micro-batches"),
+    ],
+)
+def test_a_loader_with_a_size_of_its_own(tmp_path: Path, samples: int, why: str) -> None:
+    """The error names the cause: too little memory, or tune-batch, which begins with a batch."""
+    store = CheckpointStore(f"file://{tmp_path}")
+    launch = Launch(
+        Run(toy_config(tmp_path), "toy-0a", tmp_path, store, micro_batch_samples=samples)
+    )
+    launch.answers.topology = Topology(world_size=1, data_parallel_size=1, micro_batch_samples=4)
+    built = ReadyToTrain(epoch=None, loads_micro_batches=False)
+    launch.slots = SimpleNamespace(request=lambda *_, **__: [built])  # type: ignore[assignment]
+    with pytest.raises(TrialError, match=why):
+        build_loaders(launch, ResumePoint())
