@@ -41,6 +41,8 @@ HUB = ("hf", "adapter")
 """The formats that a hub takes."""
 FOLDERS = ("hf", "adapter", "deepspeed", "universal")
 """The formats that are folders."""
+STATE = ("deepspeed", "universal")
+"""The formats with the whole state of an engine."""
 MARK = "trialflow_export.json"
 """The file of an exported folder that lists the exported files. Only they are replaced."""
 SUFFIXES = (".safetensors", ".pt", ".bin")
@@ -77,6 +79,16 @@ class ExportRequest:
         ):
             if value not in known:
                 raise ConfigError(f"{name}: expected {', '.join(known)}, got {value!r}")
+        if self.format in STATE and self.dtype != "fp32":
+            raise ConfigError(
+                f"dtype {self.dtype}: has no effect with format {self.format}, which has the whole "
+                "state as it was saved: leave it out"
+            )
+        if self.format != "hf" and self.shard_size != type(self).shard_size:
+            raise ConfigError(
+                f"max_shard_size {self.shard_size}: has no effect with format {self.format}; only "
+                "hf divides its files: leave it out"
+            )
 
 
 @dataclass(frozen=True)
@@ -262,7 +274,7 @@ def _replace_folder(source: Path, target: Path, check: Callable[[], None]) -> No
 
 
 def _convert(folder: Path, request: ExportRequest, target: Path) -> Exported:
-    if request.format in ("deepspeed", "universal"):
+    if request.format in STATE:
         return _convert_state(folder, request, target)
     # DeepSpeed logs to stdout, which is reserved for this command's result.
     with contextlib.redirect_stdout(io.StringIO()):

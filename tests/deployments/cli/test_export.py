@@ -145,6 +145,14 @@ def test_an_existing_file_is_replaced_only_with_force(
         ),
         ("--trial toy-0000beef --to x.pt --dtype 16bit", "engine 0 was trained in fp32"),
         ("--trial toy-0000beef --to x.pt --dtype int8", 'Choose from: "fp32", "16bit"'),
+        (
+            "--trial toy-0000beef --to x --format universal --dtype 16bit",
+            "dtype 16bit: has no effect with format universal",
+        ),
+        (
+            "--trial toy-0000beef --to x.pt --max-shard-size 1GB",
+            "max_shard_size 1GB: has no effect with format safetensors",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused(
