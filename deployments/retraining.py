@@ -84,9 +84,10 @@ def _request(path: Path, config: ExperimentConfig) -> RetrainingRequest:
     section = config.retraining
     if section is None:
         raise ConfigError(
-            f"{path}: there is no `retraining` section, which tells `trialflow deploy` what to "
-            "deploy; the shortest one is `retraining: {}`. To train once: `prefect deployment run "
-            f'train/train --params "$(trialflow config {path})"`'
+            f"{path}: there is no `retraining` section, which says what this command deploys; the "
+            "shortest one is `retraining: {}`. To train once: leave the file out here, then "
+            f"`trialflow start {path}`; on a schedule: `trialflow deploy {path} --schedule "
+            '"0 2 * * *"`'
         )
     general = [each.name for each in deployments() if each.entrypoint == RETRAIN_ENTRYPOINT]
     if section.model in general:

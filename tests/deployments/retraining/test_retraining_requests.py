@@ -85,6 +85,7 @@ def test_a_file_without_the_section(tmp_path: Path, command: str) -> None:
     done = trialflow(tmp_path, command, "experiment.yaml", variables=no_server)
     assert (done.returncode, done.stdout) == (2, "")
     assert "experiment.yaml: there is no `retraining` section" in done.stderr
+    assert "then `trialflow start experiment.yaml`; on a schedule: `trialflow dep" in done.stderr
 
 
 SEARCH = {
