@@ -121,12 +121,12 @@ def train(
     """
     began = time.monotonic()
     continuation = continuation or Continuation()
-    continuation.check()
-    if follow and quiet:
-        raise ConfigError("--follow prints what --quiet would leave out: give one of them")
-    if test and continuation.resume:
-        raise ConfigError("--test tries a new trial: leave out --resume")
     with JsonResult(is_printed=json_) as outcome:
+        continuation.check()
+        if follow and quiet:
+            raise ConfigError("--follow prints what --quiet would leave out: give one of them")
+        if test and continuation.resume:
+            raise ConfigError("--test tries a new trial: leave out --resume")
         if start_from is not None:
             start = f"searcher.source_checkpoint={json.dumps(start_from)}"
             changes = replace(changes, set_=[*(changes.set_ or []), start])

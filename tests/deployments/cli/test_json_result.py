@@ -77,3 +77,14 @@ def test_a_refused_experiment(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     line = printed_line(capsys)
     assert (line["status"], line["error_type"]) == ("refused", "ConfigError")
     assert "max_restarts" in line["error"]
+
+
+@pytest.mark.parametrize("options", ["--trial toy-1", "--follow --quiet", "--test --resume"])
+def test_options_that_do_not_go_together(
+    options: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line says so, too."""
+    path = write_experiment(tmp_path)
+    assert main(["train", str(path), "--json", *options.split()]) == 2
+    line = printed_line(capsys)
+    assert (line["status"], line["error_type"]) == ("refused", "ConfigError")
