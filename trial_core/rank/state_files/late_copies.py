@@ -30,6 +30,7 @@ from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointRefused, WeightsChanged
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import has_accelerator
+from trial_core.rank.state_files.state_guard import has_bits
 
 _SAMPLE_BYTES = 8
 _SAMPLED_BYTES = 64 * 2**10
@@ -128,7 +129,7 @@ class LateCopies:
         _finish_before_steps()
         self._unchanged = defaultdict(list)
         for each in _changed_by_steps(optimizers, modules):
-            if place := each.untyped_storage().data_ptr():
+            if has_bits(each) and (place := each.untyped_storage().data_ptr()):
                 self._unchanged[place].append(each)
         _collecting.append(self)
         try:

@@ -104,7 +104,7 @@ class StateGuard:
         for i in range(len(self._modules)):
             for name, tensor in self._saved_by_name(i):
                 named.add(id(tensor))
-                if _has_bits(tensor):
+                if has_bits(tensor):
                     yield _of_model(name, i), own_part(tensor)
         for i, (optimizer, _) in enumerate(self._attributes):
             numbers: dict[Any, int] = {}
@@ -113,7 +113,7 @@ class StateGuard:
                 yield from _leaves(settings, f"group {j} of optimizer {i}")
                 for parameter in group["params"]:
                     name = f"parameter {numbers.setdefault(parameter, len(numbers))}"
-                    if id(parameter) not in named and _has_bits(parameter):  # ZeRO's own
+                    if id(parameter) not in named and has_bits(parameter):  # ZeRO's own
                         yield f"{name} of optimizer {i}", own_part(parameter)
             for j, (owner, values) in enumerate(optimizer.state.items()):
                 of = f"parameter {numbers[owner]}" if owner in numbers else f"entry {j}"
@@ -138,7 +138,7 @@ def _of_model(name: str, index: int) -> str:
 
 def _leaves(value: Any, of: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, torch.Tensor):
-        if _has_bits(value):
+        if has_bits(value):
             yield of, own_part(value)
     elif isinstance(value, Mapping):
         for key, each in value.items():
@@ -172,7 +172,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _has_bits(tensor: torch.Tensor) -> bool:
+def has_bits(tensor: torch.Tensor) -> bool:
+    """False for tensors without memory and sparse ones, which have no single storage."""
     return not (is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided)
 
 

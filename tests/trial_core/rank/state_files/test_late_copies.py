@@ -180,6 +180,18 @@ def test_a_small_tensor_of_a_shared_storage_is_watched(training: Training) -> No
         late.require_complete()
 
 
+def test_trained_tensors_without_a_storage_are_copied_at_once(training: Training) -> None:
+    """A sparse parameter, a layer that has not yet seen its input, and one without memory."""
+    values = torch.eye(3).to_sparse()
+    training.model.register_parameter("sparse", torch.nn.Parameter(values))
+    training.model.add_module("lazy", torch.nn.LazyLinear(3))
+    training.model.register_parameter("meta", torch.nn.Parameter(torch.empty(3, device="meta")))
+    whole = training.whole()
+    training.save()
+    training.late.require_complete()
+    assert training.file.read_bytes() == whole
+
+
 def test_what_does_not_fit_into_memory_is_copied_at_once(tmp_path: Path) -> None:
     """Also the tensors whose room in memory had been reserved."""
     training = Training(tmp_path, limit_bytes=400_000)
