@@ -402,7 +402,7 @@ class Controller:
 
     def run_hook(self, request: messages.RunHook) -> messages.HookDone:
         """Call one hook of every callback, in the order in which the trial names them."""
-        finish_copies()  # a hook may change weights, or read the staged files
+        finish_copies(request.hook)  # it may change weights, or read the staged files
         adapter, info = self._trial.adapter, self._trial.info
         if request.hook in ("on_trial_startup", "on_trial_shutdown"):
             self._owes_shutdown_hook = request.hook == "on_trial_startup"

@@ -237,12 +237,13 @@ class Snapshots:
         else:
             why = self._late.why_not
             why = why or why_not_late(adapter.optimizers, with_modes(adapter.optimizers))
-        if not why:
-            return self._late.collected(memory, adapter.optimizers, adapter.modules)
-        if not self._has_told and self._distributed.get_rank() == 0:
-            logger.info("snapshots are copied before training continues: %s", why)
-        self._has_told = True
-        return contextlib.nullcontext()
+        told = why or self._late.why_unproven
+        if told and not self._has_told and self._distributed.get_rank() == 0:
+            logger.info("snapshots are copied before training continues: %s", told)
+        self._has_told = self._has_told or bool(told)
+        if why:
+            return contextlib.nullcontext()
+        return self._late.collected(memory, adapter.optimizers, adapter.modules)
 
     def _memory_files(self) -> MemoryFiles:
         # Not created before training: only then is known how much memory it leaves free.

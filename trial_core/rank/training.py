@@ -17,7 +17,7 @@ from trial_core.processes.slots.stop_barrier import StopBarrier
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.loaders import MicroBatches
 from trial_core.rank.state_files.late_copies import finish_copies
-from trial_core.rank.trial.callback import PyTorchCallback, trial_callbacks
+from trial_core.rank.trial.callback import PyTorchCallback, overridden_hooks, trial_callbacks
 from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.metric_reduction import BatchMetrics, Partials, calls_over_ranks, combine
 from trial_core.rank.trial.optimizer_modes import to_training_mode
@@ -85,11 +85,12 @@ class TrainingLoop:
         adapter.set_training(True)
         to_training_mode(adapter.optimizers)
         ready_made = trial_callbacks(adapter.callbacks)
+        hooks = overridden_hooks(adapter.callbacks) if info.epoch else frozenset()
         epoch_of = info.epoch.epoch_of if info.epoch else _no_epoch
         before, epoch_idx = epoch_of(first_batch - 1) if first_batch else -1, epoch_of(first_batch)
         while info.batches_trained < until and stop_barrier.may_begin_step():
             batch_idx = info.current_batch = info.batches_trained
-            if info.epoch and epoch_idx > before:
+            if epoch_idx > before and "on_training_epoch_start" in hooks:
                 _begin_epochs(adapter.callbacks, range(before + 1, epoch_idx + 1))
             calls = adapter.train_batch(micro_batches, epoch_idx, batch_idx)
             if micro_batches is not None:
@@ -99,7 +100,7 @@ class TrainingLoop:
             for callback in ready_made:
                 callback.batch_ended()
             before, epoch_idx = epoch_idx, epoch_of(batch_idx + 1)
-            if epoch_idx > before:
+            if epoch_idx > before and "on_training_epoch_end" in hooks:
                 _end_epochs(adapter.callbacks, range(before, epoch_idx))
             info.batches_trained = batch_idx + 1
             info.tensorboard.batch_ended()
@@ -125,7 +126,7 @@ def _no_epoch(batch_idx: int) -> int:
 
 
 def _begin_epochs(callbacks: Mapping[str, PyTorchCallback], epochs: range) -> None:
-    finish_copies()  # a hook may change weights
+    finish_copies("on_training_epoch_start")  # it may change weights
     for begun in epochs:
         for callback in callbacks.values():
             if accepts(callback.on_training_epoch_start, begun):
@@ -135,7 +136,7 @@ def _begin_epochs(callbacks: Mapping[str, PyTorchCallback], epochs: range) -> No
 
 
 def _end_epochs(callbacks: Mapping[str, PyTorchCallback], epochs: range) -> None:
-    finish_copies()
+    finish_copies("on_training_epoch_end")
     for ended in epochs:
         for callback in callbacks.values():
             callback.on_training_epoch_end(ended)

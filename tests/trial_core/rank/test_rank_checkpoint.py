@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import uuid as uuids
@@ -26,7 +27,7 @@ from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_checkpoint import Snapshots
 from trial_core.rank.rank_state import write_rank_state
 from trial_core.rank.state_files.built_settings import BuiltSettings
-from trial_core.rank.state_files.late_copies import collecting
+from trial_core.rank.state_files.late_copies import collecting, finish_copies
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.tensor_files import write_tensors
 from trial_core.rank.trial.context import RunInfo
@@ -165,6 +166,28 @@ def test_an_upload_waits_for_late_copies(tmp_path: Path) -> None:
         files.persist("new")
     assert not [*tmp_path.glob("store/**/shard*")]
     files.close()
+
+
+def test_a_hook_that_follows_each_save_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once: no save is compared with its source, so all are copied before training continues."""
+    settings: Any = {"verify_first": False}
+    files, model = files_of(tmp_path, **settings), torch.nn.Linear(3, 2)
+    adapter: Any = SimpleNamespace(
+        checkpoint_classes=(), save=lambda *_: None, hook_state=dict, callbacks={},
+        optimizers=[torch.optim.SGD(model.parameters())], modules=[model], saves_plainly=True,
+    )  # fmt: skip
+    ours = Snapshots(adapter, files, one_of(0, 1), CheckpointingConfig(**settings))
+    with caplog.at_level(logging.INFO):
+        for uuid in ("a", "b", "c"):
+            ours.stage(uuid, 1, None)
+            finish_copies("on_checkpoint_write_end")
+    assert caplog.messages == [
+        "snapshots are copied before training continues: on_checkpoint_write_end came between the "
+        "last save and the next batch"
+    ]
+    ours.close()
 
 
 @pytest.mark.parametrize("rehearses", [True, False])

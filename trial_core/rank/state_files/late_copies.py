@@ -103,12 +103,13 @@ class LateCopies:
 
     Attributes:
         waited_seconds: how long training has waited for copies in all.
-        why_not: why copies cannot be made late, as the first ones have shown; empty if they can.
+        why_not: why copies cannot be made late, as earlier ones have shown; empty if they can.
+        why_unproven: what has kept `prove` from learning that they can; empty if nothing has.
     """
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
-        self.why_not = ""
+        self.why_not = self.why_unproven = ""
         self._is_proven = False
         self._unproven: tuple[Sequence[Callable[[], None]], Sequence[_Watched]] | None = None
         self._unchanged: dict[int, list[torch.Tensor]] = {}
@@ -167,14 +168,17 @@ class LateCopies:
         if self._thread is not None:
             self._thread.join()
 
-    def prove(self, is_step: bool) -> None:
+    def prove(self, hook: str, is_step: bool) -> None:
         """Learn from the first snapshot whether a trial changes weights by steps alone.
 
-        Args:
-            is_step: False if something else follows than a step, so that nothing can be learned.
+        Nothing can be learned if something else follows than a step. See `finish_copies`.
         """
         unproven, self._unproven = self._unproven, None
-        if unproven is None or not is_step:
+        if unproven is None:
+            return
+        if not is_step:
+            if hook:
+                self.why_unproven = f"{hook} came between the last save and the next batch"
             return
         copies, watched = unproven
         try:
@@ -183,7 +187,7 @@ class LateCopies:
                 storage.is_compared = True
             for compare in copies:
                 compare()
-            self._is_proven = True
+            self._is_proven, self.why_unproven = True, ""
         except _Changed:
             self.why_not = "the trial changes weights between a save and a step of an optimizer"
             logger.warning("snapshots are copied before training continues: %s", self.why_not)
@@ -224,15 +228,17 @@ def collecting() -> LateCopies | None:
     return _collecting[-1] if _collecting else None
 
 
-def finish_copies(is_step: bool = False) -> None:
+def finish_copies(hook: str = "", is_step: bool = False) -> None:
     """Wait until all late copies are made: call it before something writes to weights.
 
-    `is_step`: whether a step of an optimizer is what follows.
+    Args:
+        hook: the callbacks' hook that follows, if one does.
+        is_step: whether a step of an optimizer is what follows.
     """
     for late in [*_pending]:
         began = time.monotonic()
         late.finish()
-        late.prove(is_step)
+        late.prove(hook, is_step)
         late.waited_seconds += time.monotonic() - began
         with suppress(ValueError):  # another thread has waited, too
             _pending.remove(late)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,9 +17,14 @@ from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointRefused
 from trial_core.processes.machine.memory_files import MemoryFiles
+from trial_core.rank import training as loop
+from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.tensor_files import write_tensors
+from trial_core.rank.trial.callback import PyTorchCallback
+from trial_core.rank.trial.context import RunInfo
 from trial_core.rank.trial.optimizer_modes import with_modes
+from trial_core.schedule.units import EpochLength
 
 
 class Training:
@@ -142,6 +148,42 @@ def test_a_trial_that_changes_weights_between_steps_is_copied_at_once(
             weight.mul_(1)
     training.step()
     assert "changes weights" in training.late.why_not
+
+
+class AtEpochs(PyTorchCallback):
+    def on_training_epoch_start(self, epoch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "why"),
+    [(PyTorchCallback(), ""), (AtEpochs(), "on_training_epoch_start came between")],
+)
+def test_a_save_at_an_epochs_end_is_copied_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, callback: PyTorchCallback, why: str
+) -> None:
+    """The second one, since the first step after the first one has compared it. Unless a callback
+    has the hook of an epoch's begin, which comes before that step."""
+    monkeypatch.setattr(loop, "reduce_training", lambda *_: ({}, []))
+    training, info, may_end = Training(tmp_path), RunInfo("toy-0000beef", {}), threading.Event()
+    info.epoch = EpochLength(1, 1)
+    adapter: Any = MagicMock(callbacks={"one": callback}, reports_training_metrics=False)
+    adapter.train_batch = lambda *_: training.step()
+    epochs = loop.TrainingLoop(
+        adapter, info, None, DistributedContext.from_environment({}), False, MagicMock(),
+        MagicMock(), MagicMock(), MagicMock(),
+    )  # fmt: skip
+    epochs.train(1)
+    training.save()
+    epochs.train(2)
+    was_late = []
+    with training.saving() as late:
+        late.later(lambda: was_late.append(may_end.wait(0.5)), [])
+    may_end.set()
+    late.require_complete()
+    assert was_late == [not why]
+    assert why in late.why_unproven
+    assert bool(why) == bool(late.why_unproven)
 
 
 @pytest.mark.parametrize("how", ["a view", "data", "rows"])
