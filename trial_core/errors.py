@@ -124,7 +124,7 @@ class CheckpointRefused(CheckpointError):
 
 
 class WeightsChanged(CheckpointRefused):
-    """The trial has changed weights before they were copied: ranks that copy at once can save."""
+    """The trial has changed weights before they were copied; the ranks can save again."""
 
 
 class CheckpointUnrestorable(CheckpointError):

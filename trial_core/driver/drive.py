@@ -48,7 +48,6 @@ from trial_core.errors import (
     Superseded,
     TopologyMismatch,
     TrialError,
-    WeightsChanged,
 )
 from trial_core.observe.events.observers import Observers
 from trial_core.observe.ledger.run_clock import RunClock
@@ -326,7 +325,7 @@ class Driver:
             sweep_leftovers(run.store, run.trial, run.fence, run.logger)
         try:
             return Completed(launch, self.train_once(launch))
-        except (RankFailed, Stalled, LaunchError, TopologyMismatch, WeightsChanged) as failure:
+        except (RankFailed, Stalled, LaunchError, TopologyMismatch) as failure:
             run.clock.switch("idle")
             if isinstance(failure, Stalled):
                 run.observer.stalled(failure.during, failure.seconds, str(failure))
@@ -393,7 +392,6 @@ class Driver:
         decision, why = state.decision, str(state.failure)
         if decision.micro_batch_samples is not None:
             self._run.micro_batch_samples = decision.micro_batch_samples
-        self._run.copies_at_once |= decision.copies_at_once
         if (pool := self._placement.pool) is not None:
             if decision.leaves_out is not None:
                 pool.leave_out(decision.leaves_out)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from trial_core.common.text_format import plural
 from trial_core.driver.run import Launch
-from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch, WeightsChanged
+from trial_core.errors import LaunchError, RankFailed, Stalled, TopologyMismatch
 from trial_core.processes.nodes.node_pool import NodePool
 
 MAX_PAUSE_SECONDS = 60
@@ -28,7 +28,7 @@ CRASHES = frozenset(("SIGSEGV", "SIGABRT", "SIGFPE", "SIGILL", "SIGBUS"))
 
 _LINE = re.compile(r'^ *File ".+", line \d+', re.MULTILINE)
 
-Failure = RankFailed | Stalled | LaunchError | TopologyMismatch | WeightsChanged
+Failure = RankFailed | Stalled | LaunchError | TopologyMismatch
 """Failures of a launch after which another launch may succeed."""
 
 
@@ -40,7 +40,6 @@ class Relaunch:
         micro_batch_samples: the new number of samples of a micro-batch; None to keep it.
         leaves_out: a number of ranks that is not launched any more.
         retreats: True to leave the nodes that have not trained.
-        copies_at_once: True to copy snapshots before training continues.
     """
 
     pause_seconds: int = 0
@@ -48,7 +47,6 @@ class Relaunch:
     leaves_out: int | None = None
     retreats: bool = False
     leaves: str | None = None
-    copies_at_once: bool = False
 
 
 class FailurePolicy:
@@ -72,8 +70,6 @@ class FailurePolicy:
         """Decide whether to launch the ranks again; None if the failure ends the run."""
         if launch.run.stopping.request is not None:
             return None
-        if isinstance(failure, WeightsChanged):
-            return self._copying_at_once(failure, launch)
         if (smaller := self._smaller_micro_batch(failure, launch)) is not None:
             return Relaunch(micro_batch_samples=smaller)
         if not launch.status.has_trained:
@@ -84,17 +80,6 @@ class FailurePolicy:
             if self._goes_back(failure, launch):
                 return Relaunch(retreats=True)
         return self._restart_after(failure, launch)
-
-    def _copying_at_once(self, failure: WeightsChanged, launch: Launch) -> Relaunch | None:
-        """Decide it once; the ranks of a script join one time only."""
-        if launch.run.copies_at_once or launch.run.fit is not None:
-            return None
-        what = (
-            f"a checkpoint was not stored, because {failure}. The batches since the last one are "
-            "trained again, and snapshots copied before training continues"
-        )
-        launch.warn([what])
-        return Relaunch(copies_at_once=True)
 
     def _comes_again(self, failure: Failure, launch: Launch) -> bool:
         """Return whether an earlier launch failed in this way before it trained a batch."""
@@ -181,7 +166,7 @@ class FailurePolicy:
         return True
 
     def _restart_after(self, failure: Failure, launch: Launch) -> Relaunch | None:
-        if isinstance(failure, (TopologyMismatch, WeightsChanged)):
+        if isinstance(failure, TopologyMismatch):
             return None
         _log(failure, launch)
         works = launch.status.has_trained or launch.world_size in self._trained_slots

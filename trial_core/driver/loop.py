@@ -13,7 +13,7 @@ The driver executes it for flows and for scripts. The hooks in their places::
         save            on_checkpoint_write_end, on_checkpoint_end
                         (the upload runs in parallel with training; on_checkpoint_upload_end
                         follows it)
-    wait for the upload
+    wait for the upload; a checkpoint that a rank has copied wrongly is saved again
     on_trial_shutdown
 
 The whole route of a stop: `trial_core/schedule/stop_requests.py`.
@@ -21,21 +21,24 @@ The whole route of a stop: `trial_core/schedule/stop_requests.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from trial_core.checkpoint.resume_point import ResumePoint
+from trial_core.checkpoint.transfer.upload import StagedCheckpoint
 from trial_core.common.text_format import is_number
 from trial_core.driver.fetch_resume_point import fetch, fetch_first_intact, require_convertible
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.build import build_loaders
 from trial_core.driver.stages.callbacks import call_hook
-from trial_core.driver.stages.checkpoint import checkpoint_save
+from trial_core.driver.stages.checkpoint import checkpoint_save, sweep_leftovers
 from trial_core.driver.stages.train_workload import train_workload
 from trial_core.driver.stages.upload_run_files import upload_run_files
 from trial_core.driver.stages.validate import check_metrics, report_validation, validate
 from trial_core.driver.uploads import Uploads
-from trial_core.errors import TrialError
+from trial_core.errors import TrialError, WeightsChanged
+from trial_core.messages import Done, ReleaseStaging
 from trial_core.schedule.sequencer import (
     Checkpoint,
     Finish,
@@ -76,6 +79,8 @@ class Loop:
         self._fetched = fetched
         self._lacked_metric = False
         self._mistake: TrialError | None = None
+        self._staged: StagedCheckpoint | None = None
+        self._saved_before: int | None = None
 
     def run(self) -> TrialResult:
         """Train until the run ends, is stopped, or moves to other nodes.
@@ -113,21 +118,9 @@ class Loop:
         elif isinstance(first, Train) and self._lacks_metric():
             progress = progress.stopping()
 
-        while not isinstance(work := next_workload(progress, self._schedule, epoch), Finish):
-            if isinstance(work, Train):
-                progress = self._train(work, progress)
-            elif isinstance(work, Validate):
-                progress = self._validate(progress)
-            elif isinstance(work, Checkpoint):
-                if (without := self._without_saving(work, progress)) is not None:
-                    progress = without
-                    continue
-                progress = self._save(progress)
-            uploads.poll()
-            wrong = self._mistake or uploads.own.mistake
-            progress = progress.stopping(launch.should_stop or wrong is not None)
-
-        uploads.finish()
+        progress = self._work(progress, epoch)
+        while (lacking := self._stored(uploads.finish, progress)) is not progress:
+            progress = self._work(lacking, epoch)
         call_hook(launch, "on_trial_shutdown", progress.batches_trained)
         stopped_early = has_more_to_do(progress, self._schedule, epoch)
         pause = self._schedule.pause_at if is_paused(progress, self._schedule, epoch) else None
@@ -212,6 +205,24 @@ class Loop:
 
     # --------------------------------------------------------------------------- the workloads
 
+    def _work(self, progress: Progress, epoch: EpochLength | None) -> Progress:
+        """Train, validate and save until nothing more is due."""
+        launch, uploads = self._launch, self._uploads
+        while not isinstance(work := next_workload(progress, self._schedule, epoch), Finish):
+            if isinstance(work, Train):
+                progress = self._train(work, progress)
+            elif isinstance(work, Validate):
+                progress = self._validate(progress)
+            elif isinstance(work, Checkpoint):
+                if (without := self._without_saving(work, progress)) is not None:
+                    progress = without
+                    continue
+                progress = self._save(progress)
+            progress = self._stored(uploads.poll, progress)
+            wrong = self._mistake or uploads.own.mistake
+            progress = progress.stopping(launch.should_stop or wrong is not None)
+        return progress
+
     def _train(self, work: Train, progress: Progress) -> Progress:
         launch, trained = self._launch, progress.batches_trained
         reached = train_workload(launch, trained, work.until)
@@ -256,7 +267,9 @@ class Loop:
 
     def _save(self, progress: Progress) -> Progress:
         launch, trained = self._launch, progress.batches_trained
-        staged = checkpoint_save(launch, progress)
+        progress = self._stored(self._uploads.finish, progress)  # one upload runs at a time
+        self._staged = staged = checkpoint_save(launch, progress)
+        self._saved_before = launch.status.saved_at
         launch.has_saved(trained)
         call_hook(launch, "on_checkpoint_write_end", trained)
         call_hook(launch, "on_checkpoint_end", trained)
@@ -265,8 +278,32 @@ class Loop:
             self._uploads.call_at_end(launch.slots.break_training)
         return progress.after_checkpoint()
 
+    def _stored(self, finish: Callable[[], None], progress: Progress) -> Progress:
+        """Finish the upload. If a rank has copied it wrongly, a checkpoint is due at once.
+
+        The ranks have the right weights, and that one copies before training continues from now
+        on, so each can cause this once.
+        """
+        launch, run, staged = self._launch, self._run, self._staged
+        try:
+            finish()
+        except WeightsChanged as failure:
+            if staged is None:
+                raise
+            launch.warn([
+                f"the checkpoint at batch {staged.progress.batches_trained} is not stored: "
+                f"{failure}. The ranks save again, and copy before training continues where this "
+                "was seen; for all ranks, set checkpointing.snapshot: eager"
+            ])  # fmt: skip
+            launch.status.saved_at = self._saved_before
+            launch.ask(ReleaseStaging(uuid=staged.uuid), Done)
+            if run.fence is not None and not launch.should_stop:  # else the next run sweeps
+                sweep_leftovers(run.store, run.trial, run.fence, run.logger)
+            return progress.after_refusal(staged.progress)
+        return progress
+
     def _has_room(self, work: Checkpoint, progress: Progress) -> bool:
-        """Return whether to save now: one upload runs at a time. May wait for its end."""
+        """Return whether to save now, though that may wait for the upload before it."""
         if self._uploads.is_busy:
             if work.is_optional and self._saves_continuously:
                 return False  # the end of the upload ends the next train-workload
@@ -280,7 +317,6 @@ class Loop:
                     self._uploads.call_at_end(self._launch.slots.break_training)
                 return False
             self._run.logger.info("training waits: the last checkpoint is still being uploaded")
-        self._uploads.finish()
         return True
 
     @property

@@ -73,7 +73,6 @@ class Given:
             end may hold.
         waited_seconds: how long the run has waited for its devices.
         micro_batch_samples: see `BuildTrial`; of the next launch.
-        copies_at_once: True to build trials with checkpointing.snapshot: eager.
         fit: what a script's `Trainer.fit` asks for, if its ranks join for that.
         has_metric: True if the run has a searcher metric; a script need not.
         how_to_go_on: advice for a trial that has reached its maximum length.
@@ -102,7 +101,6 @@ class Given:
     takeover_wait_seconds: float = 0.0
     waited_seconds: float = 0.0
     micro_batch_samples: int | None = None
-    copies_at_once: bool = False
     fit: FitBegun | None = None
     has_metric: bool = True
     how_to_go_on: str = HOW_TO_GO_ON

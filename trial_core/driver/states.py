@@ -99,8 +99,6 @@ def _described(decision: Relaunch) -> str:
         return f" with micro-batches of {plural(decision.micro_batch_samples, 'sample')}"
     if decision.leaves_out is not None:
         return f" with fewer ranks than {decision.leaves_out}"
-    if decision.copies_at_once:
-        return " with snapshots that are copied at once"
     if decision.retreats:
         return " on the nodes that have trained"
     return f" without node {decision.leaves}" if decision.leaves is not None else ""

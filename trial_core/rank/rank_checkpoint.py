@@ -103,7 +103,7 @@ class Snapshots:
         restored. Not checked if they have restored one.
         """
         adapter, folder, memory = self._adapter, self._files.staging(uuid), self._memory_files()
-        finish_copies()
+        self._late.begin_save()
         folder.mkdir(parents=True, exist_ok=True)
         of_adapter = adapter.hook_state()
         state = {**of_adapter, **rank_state(batches_trained, adapter, training_data)}

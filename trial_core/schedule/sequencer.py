@@ -77,8 +77,8 @@ class Progress:
         checkpointed_at: `batches_trained` at the last checkpoint, None before any.
         best_metric: of the searcher metric.
         improved: True if the last validation was the best so far.
-        postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved; None
-            if the last one that was due is saved.
+        postponed_at: `batches_trained` when an upload last kept a checkpoint from being saved, 0 if
+            one was refused; None if the last one that was due is saved.
         extra_samples: samples trained beyond `batches_trained` times the samples of a batch: not 0
             if batches have had another size, negative if a smaller one, as at the end of a pass.
     """
@@ -123,6 +123,18 @@ class Progress:
     def postponing_checkpoint(self) -> Progress:
         """The progress after a due checkpoint was postponed: it is due after the next workload."""
         return replace(self, postponed_at=self.batches_trained)
+
+    def after_refusal(self, refused: Progress) -> Progress:
+        """The progress after the checkpoint at `refused` was not stored: one is due at once.
+
+        If that one was the best, and its state is gone, the next validation counts as the best.
+        """
+        was_best = refused.improved and refused.validated_at == refused.batches_trained
+        is_gone = self.batches_trained > refused.batches_trained
+        best = self.best_metric
+        if was_best and is_gone and best == refused.best_metric:
+            best = None
+        return replace(self, checkpointed_at=None, postponed_at=0, best_metric=best)
 
     def stopping(self, stop_requested: bool = True) -> Progress:
         """The progress after a stop request; `False` clears it."""

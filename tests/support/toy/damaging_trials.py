@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from toy_trial import ToyTrial
 
 from trial_core.checkpoint.retention.claims import claims
@@ -40,12 +43,27 @@ class FindsDamage(ToyTrial):
 
 
 class ChangesWhileCopying(ToyTrial):
-    """Its weights are changed while its second save copies them late, as by a thread."""
+    """Rank 0's weights are changed while its second save copies them late, as by a thread. The next
+    batch changes them back."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         super().__init__(context)
         self.engine.module.register_state_dict_pre_hook(self.change)
+        self.changed: threading.Event | None = None
 
     def change(self, module: Any, *_: Any) -> None:
         if (late := collecting()) is not None and self.engine.global_steps == 2:
-            late.later(lambda: module[0].weight.data.mul_(2), [])
+            self.changed = threading.Event()
+            late.later(partial(self.scale, 2.0, self.changed), [])
+
+    def scale(self, factor: float, done: threading.Event) -> None:
+        with torch.no_grad():
+            self.engine.module[0].weight.mul_(factor)
+        done.set()
+
+    def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        if self.changed is not None:
+            self.changed.wait()
+            self.scale(0.5, self.changed)
+            self.changed = None
+        return super().train_batch(dataloader_iter, epoch_idx, batch_idx)

@@ -36,7 +36,6 @@ from trial_core.errors import (
     StorageError,
     TopologyMismatch,
     TrialError,
-    WeightsChanged,
 )
 from trial_core.observe.events.observers import Observer
 from trial_core.processes.machine.run_dirs import KEPT, RANK_FILE_FOLDERS
@@ -313,7 +312,7 @@ def test_a_failure_while_stopping_is_reported_as_stopped(
     assert caplog.messages == [failure.report()]
 
 
-@pytest.mark.parametrize("failure", [*FAILURES[2:], WeightsChanged("w has changed")], ids=type)
+@pytest.mark.parametrize("failure", FAILURES[2:], ids=type)
 def test_another_failure_while_stopping_names_the_last_checkpoint(
     driver: DriverWithoutRanks, failure: Any
 ) -> None:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from trial_core.driver.loop import Loop
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Launch, Run
 from trial_core.driver.uploads import Uploads
-from trial_core.errors import CheckpointDamaged, TrialError
+from trial_core.errors import CheckpointDamaged, TrialError, WeightsChanged
 from trial_core.observe.events.observers import Observer
 from trial_core.schedule.sequencer import Progress, Schedule
 from trial_core.schedule.units import Batch
@@ -41,6 +42,7 @@ class Recorded(Observer):
     Attributes:
         calls: the calls so far.
         upload_is_slow: an upload ends only when it is waited for.
+        refused_at: rank 1 has copied the checkpoints after so many batches wrongly, once each.
         uploads_until: an upload also ends once so many batches are trained.
         stops_at: the trial requests a stop once so many batches are trained.
         interrupted_at: the validation after so many batches ends early, with a stop request.
@@ -58,6 +60,7 @@ class Recorded(Observer):
         self.upload_is_slow = False
         self.uploads_until = self.stops_at = self.fails_at = 10**6
         self.interrupted_at: int | None = None
+        self.refused_at: set[int] = set()
         self.reports = ["loss"]
         self.lacks_metric_at: set[int] = set()
         self.notices: list[str] = []
@@ -81,7 +84,8 @@ class Recorded(Observer):
         )  # fmt: skip
         self.launch = launch = Launch(self.run)
         launch.slots = SimpleNamespace(  # type: ignore[assignment]
-            break_training=lambda: self.calls.append("break")
+            break_training=lambda: self.calls.append("break"),
+            request=lambda asked, *_, **__: self.calls.append(f"release {asked.uuid}"),
         )
         launch.losses = SimpleNamespace(  # type: ignore[assignment]
             failure=lambda is_last, saved_at: MISTAKE if self._has_failed else None,
@@ -118,9 +122,11 @@ class Recorded(Observer):
     def _end_upload(self) -> None:
         if self._upload is not None:
             done, self._upload = self._upload, None
-            done.set_result(
-                SimpleNamespace(uuid=self._staged, progress=Progress(int(self._staged[5:])))
-            )
+            if (batches := int(self._staged[5:])) in self.refused_at:
+                self.refused_at = self.refused_at - {batches}
+                done.set_exception(WeightsChanged("rank 1: the trial has changed weights"))
+                return
+            done.set_result(SimpleNamespace(uuid=self._staged, progress=Progress(batches)))
 
     # --------------------------------------------------------------------------------- stages
 
@@ -378,6 +384,48 @@ def test_a_continuous_checkpoint_follows_an_upload_and_waits_for_none(
         call for batches in (2, 6, 8, 9) for call in (f"save {batches}", f"uploaded uuid-{batches}")
     ]
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("changes", "saved"),
+    [
+        ({"refused_at": {4}, "uploads_until": 6}, "4 release-4 6 8 12 13"),
+        ({"refused_at": {4}}, "4 release-4 8 12 13"),
+        ({"refused_at": {4}, "stops_at": 6}, "4 release-4 6"),
+        ({"refused_at": {13}}, "4 8 12 13 release-13 13"),
+        ({"refused_at": {6}, "stops_at": 6}, "4 6 release-6 6"),
+    ],
+    ids=["between", "before the next", "at a stop", "the last", "the last of a stop"],
+)
+def test_a_checkpoint_that_ranks_copied_wrongly_is_saved_again(
+    tmp_path: Path, changes: dict[str, Any], saved: str
+) -> None:
+    """As soon as that is known, by the same ranks; no batch is trained twice."""
+    stages = Recorded(
+        tmp_path, max_length=Batch(13), checkpoint_period=Batch(4), checkpoint_policy="none",
+        reporting_period=Batch(3),
+    )  # fmt: skip
+    stages.upload_is_slow = True
+    vars(stages).update(changes)
+    result = stages.follow()
+    trained = [call.split()[1:] for call in stages.calls if call.startswith("train")]
+    assert all(before[1] == after[0] for before, after in pairwise(trained))
+    seen = [call.split() for call in stages.calls if call.startswith(("save", "release"))]
+    assert [of if what == "save" else f"release-{of[5:]}" for what, of in seen] == saved.split()
+    (notice,) = stages.notices
+    assert "is not stored: rank 1: the trial has changed weights. The ranks save again" in notice
+    assert (result.checkpoint_uuid, result.checkpoint_at) == (
+        f"uuid-{result.batches_trained}", result.batches_trained
+    )  # fmt: skip
+
+
+def test_a_refused_checkpoint_does_not_count_where_none_can_be_saved(tmp_path: Path) -> None:
+    """The losses are not finite when it is known."""
+    stages = Recorded(tmp_path, max_length=Batch(13), checkpoint_period=Batch(4))
+    stages.upload_is_slow, stages.refused_at, stages.fails_at = True, {8}, 9
+    with pytest.raises(TrialError, match="the losses are not finite"):
+        stages.follow()
+    assert stages.launch.status.saved_at == 4
 
 
 def test_a_resumed_run_continues_from_the_first_intact_checkpoint(tmp_path: Path) -> None:

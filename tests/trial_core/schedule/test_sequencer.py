@@ -307,6 +307,40 @@ def test_a_postponed_checkpoint_is_due_after_the_next_workload() -> None:
     assert next_workload(again, schedule, EPOCH) == Checkpoint(is_optional=True)
 
 
+def test_a_refused_checkpoint_is_due_at_once() -> None:
+    """Also at its own batch, and as the last one of a run that stops."""
+    schedule = Schedule(Batch(12), Batch(4), checkpoint_period=Batch(8), checkpoint_policy="none")
+    refused = Progress(4).after_checkpoint()
+    assert next_workload(refused, schedule) == Train(8)
+    here, later = (
+        each.after_refusal(refused) for each in (refused, refused.after_training(5))
+    )  # fmt: skip
+    for each in (here, later):
+        assert next_workload(each, schedule) == Checkpoint(is_optional=True)
+        assert next_workload(each.stopping(), schedule) == Checkpoint()
+        assert next_workload(each.after_checkpoint(), schedule) == Train(8)
+
+
+@pytest.mark.parametrize(
+    ("later", "best"),
+    [
+        (lambda best: best, 0.5),
+        (lambda best: best.after_training(5), None),
+        (lambda best: best.after_training(5).after_validation(0.7, True), None),
+        (lambda best: best.after_training(5).after_validation(0.3, True), 0.3),
+    ],
+    ids=["at once", "later", "later and worse", "later and better"],
+)
+def test_a_best_state_that_is_lost_does_not_count(
+    later: Callable[[Progress], Progress], best: float | None
+) -> None:
+    """Its checkpoint was refused after more batches were trained: the next validation is saved."""
+    refused = Progress(4).after_validation(0.5, smaller_is_better=True).after_checkpoint()
+    assert later(refused).after_refusal(refused).best_metric == best
+    periodic = refused.after_training(6).after_checkpoint()
+    assert periodic.after_training(8).after_refusal(periodic).best_metric == 0.5
+
+
 def test_a_state_saved_before_its_best_validation_is_saved_again() -> None:
     """A stop during a validation saves without it; the resumed run validates and saves."""
     schedule = Schedule(Batch(1000), Batch(100), validation_period=Batch(400))

@@ -33,12 +33,9 @@ logger = logging.getLogger(__name__)
 def build_trial(launch: Launch) -> None:
     """Construct the user's trial, its models and optimizers, on every rank."""
     run = launch.run
-    experiment = run.config.model_dump(mode="json")
-    if run.copies_at_once:
-        experiment["checkpointing"]["snapshot"] = "eager"
     request = BuildTrial(
         trial=run.trial,
-        experiment=experiment,
+        experiment=run.config.model_dump(mode="json"),
         run_dir=str(run.run_dir),
         storage=run.store.spec,
         micro_batch_samples=launch.micro_batch_samples,

@@ -69,7 +69,7 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
     Raises:
         StorageError: the storage failed on a rank or here. The staged files are kept.
         CheckpointRefused: ranks wrote different files under one name, or a rank's files cannot be
-            part of a checkpoint. A retry would not help.
+            part of a checkpoint. A retry would not help; after WeightsChanged, another save does.
         Superseded: another run has taken over the trial.
     """
     run, answers = launch.run, launch.answers

@@ -6,7 +6,8 @@ step of an optimizer waits for the rest. What else writes to them calls `finish_
 
 A trial may write to them unseen. So the first snapshot is copied at once, and compared with its
 source before the next step: if they differ, all others are copied at once, too. Later, versions of
-the tensors tell, and samples of what has none.
+the tensors tell, and samples of what has none: that snapshot is not stored, and the others are
+copied at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _SAMPLE_BYTES = 8
 _SAMPLED_BYTES = 64 * 2**10
 """There is a sample in so many bytes of a storage, and three of each tensor in it."""
 _PIECE_BYTES = 32 * 2**20
+_CHANGES = "the trial changes weights between a save and a step of an optimizer"
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +120,11 @@ class LateCopies:
         self._thread: threading.Thread | None = None
         self._failure: CheckpointRefused | None = None
 
+    def begin_save(self) -> None:
+        """Wait until the last save is complete, and forget whether it was."""
+        finish_copies()
+        self._failure = None
+
     @contextmanager
     def collected(
         self, memory: MemoryFiles, optimizers: Sequence[Any], modules: Iterable[torch.nn.Module]
@@ -126,7 +133,6 @@ class LateCopies:
 
         These are what `optimizers` change: parameters of `modules` that are trained, and states.
         """
-        self._failure = None
         _finish_before_steps()
         self._unchanged = defaultdict(list)
         for each in _changed_by_steps(optimizers, modules):
@@ -189,7 +195,7 @@ class LateCopies:
                 compare()
             self._is_proven, self.why_unproven = True, ""
         except _Changed:
-            self.why_not = "the trial changes weights between a save and a step of an optimizer"
+            self.why_not = _CHANGES
             logger.warning("snapshots are copied before training continues: %s", self.why_not)
 
     def require_complete(self) -> None:
@@ -211,9 +217,10 @@ class LateCopies:
             for storage in watched:
                 storage.check()
         except _Changed:
+            self.why_not = _CHANGES
             self._failure = WeightsChanged(
                 "the trial has changed weights after the save and before the next step of an "
-                "optimizer, while they were copied: set checkpointing.snapshot: eager, and resume"
+                "optimizer, while they were copied"
             )
         except Exception as error:  # noqa: BLE001  # told by `require_complete`
             self._failure = CheckpointRefused(f"{type(error).__name__}: {error}")
