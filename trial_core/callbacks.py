@@ -94,6 +94,21 @@ class EarlyStopping(_Counts):
         if self.smaller_is_better is None:
             self.smaller_is_better = bool(searcher.get("smaller_is_better", True))
 
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._state, **self._measure}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        then = {name: state_dict.get(name, now) for name, now in self._measure.items()}
+        if then != self._measure:  # the best value so far cannot be compared
+            self._state.update(best=None, waited=0)
+            text = "EarlyStopping begins its count again: it watched %s, and now watches %s"
+            _logger.info(text, then, self._measure)
+
+    @property
+    def _measure(self) -> dict[str, Any]:
+        return {"metric": self.metric, "smaller_is_better": self.smaller_is_better}
+
     def on_validation_end(self, metrics: dict[str, Any]) -> None:
         given = metrics.get(str(self.metric))
         if isinstance(given, bool) or not isinstance(given, Real):

@@ -151,6 +151,30 @@ def test_early_stopping_continues_its_count() -> None:
         assert reason_after(resumed_at) == expected
 
 
+@pytest.mark.parametrize(
+    ("searcher", "value", "begins_again"),
+    [
+        ({"metric": "accuracy", "smaller_is_better": False}, 0.7, False),
+        ({"metric": "loss", "smaller_is_better": True}, 1.4, True),
+        ({"metric": "accuracy", "smaller_is_better": True}, 0.95, True),
+    ],
+)
+def test_early_stopping_does_not_compare_with_another_metrics_best(
+    searcher: dict[str, Any], value: float, begins_again: bool
+) -> None:
+    """After a change of metric or direction it counts from the beginning."""
+    before, after = EarlyStopping(patience=2), EarlyStopping(patience=2)
+    before.attach(context(metric="accuracy", smaller_is_better=False))
+    for earlier in (0.9, 0.8):
+        before.on_validation_end({"accuracy": earlier})
+    trial = context(**searcher)
+    after.attach(trial)
+    after.load_state_dict(before.state_dict())
+    after.on_validation_end({searcher["metric"]: value})
+    assert trial.get_stop_requested() is not begins_again
+    assert after.state_dict()["best"] == (value if begins_again else 0.9)
+
+
 def test_early_stopping_takes_what_it_is_not_told_from_the_searcher() -> None:
     stop = EarlyStopping()
     stop.attach(context(metric="accuracy", smaller_is_better=False))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from trial_core.checkpoint.manifest import Manifest, Topology
+from trial_core.common.text_format import flat
 from trial_core.errors import CheckpointDamaged, TopologyMismatch
 from trial_core.schedule.sequencer import Progress
 
@@ -35,6 +36,17 @@ class ResumePoint:
     def warm(cls, checkpoint: Manifest, weights_only: bool) -> ResumePoint:
         """Start another trial from `checkpoint`: a warm start."""
         return cls(Progress(), checkpoint, "weights" if weights_only else "state")
+
+    def measured_by(self, metric: str, smaller_is_better: bool) -> ResumePoint:
+        """This point for a run whose searcher has this metric and direction.
+
+        A best value that the checkpoint has by others is left out: it cannot be compared.
+        """
+        then = dict(flat(self.checkpoint.config)) if self.checkpoint else {}
+        now = {"searcher.metric": metric, "searcher.smaller_is_better": smaller_is_better}
+        if all(then.get(name, value) == value for name, value in now.items()):
+            return self
+        return replace(self, progress=replace(self.progress, best_metric=None))
 
     @property
     def uuid(self) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trial_core.checkpoint.manifest import Manifest
@@ -54,14 +54,17 @@ def changes_since_checkpoint(
     saved = point.checkpoint
     if saved is None or point.restore == "weights":
         return []
+    effects: list[str] = []
     if point.restore == "everything" and saved.config:  # it is recorded
         changes = _changes(saved.config, config.digested())
         changes += _changes(saved.versions, versions or saved.versions)
+        effects = [*_effects(point, saved, config)]
     else:
         changes = _changed_hyperparameters(saved, config)
     told = []
     if changes:
         told.append(f"changed since it was saved: {first_few(changes, SHOWN)}")
+    told += effects
     if settings.new:
         told.append(f"The new values count: {first_few(settings.new, SHOWN, '; ')}")
     if settings.kept:
@@ -93,6 +96,22 @@ def _changed_hyperparameters(saved: Manifest, config: ExperimentConfig) -> list[
     return _changes(
         {"hyperparameters": saved.hyperparameters}, {"hyperparameters": config.hyperparameters}
     )
+
+
+def _effects(point: ResumePoint, saved: Manifest, config: ExperimentConfig) -> Iterator[str]:
+    """What follows from changes of the searcher, besides the values."""
+    before, now = dict(flat(saved.config)), dict(flat(config.digested()))
+    sources = [
+        each for each in now
+        if each.startswith("searcher.source_") and now[each] and now[each] != before.get(each)
+    ]  # fmt: skip
+    if sources:
+        yield (
+            f"{' and '.join(sources)}: no effect, because the trial continues its own checkpoint; "
+            "a source is for a new trial"
+        )
+    if saved.progress.best_metric is not None and point.progress.best_metric is None:
+        yield "The best value so far does not count: it is of another metric or direction"
 
 
 def _changes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

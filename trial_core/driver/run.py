@@ -156,7 +156,8 @@ class Run(Given):
             points = resume_points(self.store, self.config, self.trial)
         if self.fence is not None:  # after the listing, so it was the right storage
             self.fence.check(f"trial {self.trial} is not continued")
-        return points
+        searcher = self.config.searcher
+        return (each.measured_by(searcher.metric, searcher.smaller_is_better) for each in points)
 
     @property
     def metric(self) -> str | None:

@@ -133,6 +133,31 @@ def test_a_checkpoint_that_is_only_validated() -> None:
     assert other_hyperparameters(of_another_program, experiment(4, {"dropout": 0.0})) == []
 
 
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ({"source_checkpoint_uuid": "abcd"}, "searcher.source_checkpoint_uuid: no effect, because"),
+        (
+            {"source_checkpoint": "/there", "source_weights_only": True},
+            "searcher.source_checkpoint and searcher.source_weights_only: no effect, because",
+        ),
+        ({}, None),
+    ],
+)
+def test_a_source_that_does_not_count_is_told(source: dict[str, Any], text: str | None) -> None:
+    """The trial continues its own checkpoint. The source that it has begun with is not new."""
+    before = experiment(4, {})
+    now = before.starting_from(
+        uuid=source.get("source_checkpoint_uuid"), path=source.get("source_checkpoint"),
+        weights_only=source.get("source_weights_only", False),
+    )  # fmt: skip
+    for saved, given, expected in ((before, now, text), (now, now, None), (now, before, None)):
+        point = ResumePoint.continuing(new_manifest(4, config=saved.digested()))
+        told = changes_since_checkpoint(point, given, {}, RestoredSettings())
+        found = [each.partition(" the trial")[0] for each in told if "no effect" in each]
+        assert found == ([expected] if expected else [])
+
+
 def test_what_may_be_kept() -> None:
     """A kind of part, or one of its settings."""
     check_keep(["optimizer", "scheduler", "scaler", "engine.gradient_clipping"])

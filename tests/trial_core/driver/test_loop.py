@@ -256,6 +256,31 @@ def test_a_validation_without_the_searcher_metric_is_repeated(tmp_path: Path) ->
     assert seen == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("then", "repeats"),
+    [
+        ({"metric": "loss", "smaller_is_better": True}, False),
+        ({"metric": "accuracy", "smaller_is_better": True}, True),
+        ({"metric": "loss", "smaller_is_better": False}, True),
+        ({}, False),  # not recorded
+    ],
+)
+def test_the_best_value_of_another_metric_does_not_count(
+    tmp_path: Path, then: dict[str, Any], repeats: bool
+) -> None:
+    """Nor that of another direction: the run validates again, and saves what is the best now."""
+    progress = Progress(2, validated_at=2, checkpointed_at=2, best_metric=-50.0)
+    metrics, config = {"validation": {"loss": 0.5}}, {"searcher": then}
+    saved = new_manifest(2, progress=progress, metrics=metrics, config=config)
+    stages = Recorded(tmp_path, "loss", validation_period=Batch(2))
+    stages.points = [ResumePoint.continuing(saved)]
+    stages.follow()
+    assert [call for call in stages.calls if call.startswith("save")] == (
+        ["save 2", "save 4", "save 6"] if repeats else ["save 6"]
+    )
+    assert ("validate 2" in stages.calls) == repeats
+
+
 def test_a_validation_that_ends_early_has_no_hook(tmp_path: Path) -> None:
     """The checkpoint does not count as validated."""
     stages = Recorded(tmp_path, validation_period=Batch(4))
