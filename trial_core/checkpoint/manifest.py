@@ -160,6 +160,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             earlier batch than the checkpoint's. Never compare them as the checkpoint's own.
         code: the archive of the trial's code, one more file; None without a code folder.
         config: the experiment's configuration that `config_digest` covers; empty if not recorded.
+        environment_digest: digest of the ranks' environment variables; empty if not recorded.
         changes: what people have changed at resumes of the trial, and which values counted: a text
             for each, the newest last.
     """
@@ -181,6 +182,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     earlier_validation: dict[str, Any] = {}
     code: FileEntry | None = None
     config: dict[str, Any] = {}
+    environment_digest: str = ""
     changes: list[str] = []
     schema_version: int = SCHEMA_VERSION
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
@@ -445,6 +446,12 @@ class ExperimentConfig(Section):
         """The fields that `digest` covers, as plain data. Holds no credentials of a section."""
         return self.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
 
+    def environment_digest(self, trial: str) -> str:
+        """Digest of the ranks' environment variables, which may be credentials: it is slow to
+        compute, and another one in each trial, so that values are hard to guess."""
+        variables = self.environment.environment_variables
+        return _slow_digest(json.dumps(variables, sort_keys=True), trial) if variables else "none"
+
     def digest(self) -> str:
         """``sha256:…`` of the fields that determine the training.
 
@@ -461,6 +468,11 @@ class ExperimentConfig(Section):
             del content["optimizations"]
         canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return "sha256:" + hashlib.sha256(canonical.encode()).hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _slow_digest(text: str, salt: str) -> str:
+    return "pbkdf2:" + hashlib.pbkdf2_hmac("sha256", text.encode(), salt.encode(), 200_000).hex()
 
 
 def _beside(path: Path, folder: str) -> str:

@@ -57,6 +57,8 @@ def changes_since_checkpoint(
     effects: list[str] = []
     if point.restore == "everything" and saved.config:  # it is recorded
         changes = _changes(saved.config, config.digested())
+        if saved.environment_digest not in ("", config.environment_digest(saved.trial)):
+            changes.append("environment.environment_variables")  # a value may be a credential
         changes += _changes(saved.versions, versions or saved.versions)
         effects = [*_effects(point, saved, config)]
     else:

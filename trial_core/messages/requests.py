@@ -117,7 +117,7 @@ class BuildLoadersAndRestore(Request):
     # Maximum `evaluate_batch` calls per validation; None for no limit.
     validation_limit: int | None = None
     keep: list[str] = []  # settings that stay as in the checkpoint: ``optimizer``, ``optimizer.lr``
-    # False if neither the experiment nor the code has changed since the checkpoint.
+    # False if neither the experiment nor the code has changed since the checkpoint: values stay.
     compares: bool = True
 
 

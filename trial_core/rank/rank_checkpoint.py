@@ -19,6 +19,7 @@ import msgspec
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.common.text_format import plural
 from trial_core.config.sections import CheckpointingConfig
+from trial_core.errors import CheckpointError
 from trial_core.messages import RestoredSettings
 from trial_core.processes.machine.memory_files import GIB, MemoryFiles, free_bytes
 from trial_core.processes.slots.kept_memory import drop_kept
@@ -35,7 +36,12 @@ from trial_core.rank.rank_state import (
     restore_callbacks,
     write_rank_state,
 )
-from trial_core.rank.state_files.built_settings import BuiltSettings, changes_of_data, read_settings
+from trial_core.rank.state_files.built_settings import (
+    UNCHANGED,
+    BuiltSettings,
+    changes_of_data,
+    read_settings,
+)
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.trial.optimizer_modes import with_modes
@@ -171,21 +177,22 @@ class Snapshots:
             state: the result of `read_state`, for the callbacks; None loads weights alone.
             keep: see `BuiltSettings.apply`.
             continues: True if training continues at the checkpoint's place in the data.
-            compares: False if nothing can have changed; the checkpoint's settings stay.
+            compares: False if no person has changed anything; the checkpoint's settings stay.
         """
         adapter, folder = self._adapter, self._files.restored(uuid)
         if state is None:
             adapter.load_weights(folder, self._reader)
             return RestoredSettings()
         built, saved = self.built, read_settings(folder / STATE_FOLDER)
-        of_data: list[str] = []
-        if saved is not None and continues and (compares or remap is not None):
-            # Another number of ranks may make other batches of the same experiment.
-            of_data = changes_of_data(saved, self.data_settings)
-        if not compares:
-            saved = None
+        told = RestoredSettings(is_known=not compares)
         if saved is not None and built is not None:
-            built.require_same_types(saved)
+            try:
+                built.require_same_types(saved)
+            except CheckpointError as error:
+                if compares:
+                    raise
+                # The trial may choose the class by its machine.
+                built, told = None, RestoredSettings(not_kept=[str(error)])
         of_adapter = adapter.read_hook_state(folder, self._reader)
         state.update(of_adapter)
         for callback in adapter.callbacks.values():
@@ -193,9 +200,10 @@ class Snapshots:
         of_adapter = _taken_out(state, of_adapter)
         adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
         self._verifies = False
-        told = RestoredSettings(is_known=not compares)
         if saved is not None and built is not None:
-            told = built.apply(saved, keep)
+            told = built.apply(saved, keep, "" if compares else UNCHANGED)
+        if saved is not None and continues:
+            of_data = changes_of_data(saved, self.data_settings)
             told = msgspec.structs.replace(told, new=told.new + of_data)
         restore_callbacks(state, adapter.callbacks)  # what a callback sets counts
         return told

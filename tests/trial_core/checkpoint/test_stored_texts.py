@@ -31,7 +31,7 @@ PRODUCT = ("trial_core", "flows", "tasks", "deployments")
 SHOWN = """
 trial_core.checkpoint.manifest: Manifest.experiment Manifest.writer Manifest.metrics
   Manifest.versions Manifest.config_digest Manifest.hyperparameters Manifest.earlier_validation
-  Manifest.config Manifest.changes
+  Manifest.config Manifest.environment_digest Manifest.changes
 trial_core.checkpoint.intents: Intent.writer Intent.created_at
 trial_core.checkpoint.retention.claims: Claim.trial Claim.by Claim.owner Claim.process
 trial_core.checkpoint.retention.protections: Protection.by Protection.at Protection.reason

@@ -158,6 +158,19 @@ def test_the_digest_covers_only_what_is_trained() -> None:
     assert experiment(name="a", scheduling_unit=7).digest() != digest
 
 
+def test_the_digest_of_the_environment_hides_its_values() -> None:
+    """It is in manifests. Each trial has another one, which takes long to guess."""
+
+    def digest(trial: str, variables: dict[str, str]) -> str:
+        of = experiment(name="a", environment={"environment_variables": variables})
+        return of.environment_digest(trial)
+
+    one = digest("a-1", {"A": "1", "B": "2"})
+    assert one == digest("a-1", {"B": "2", "A": "1"})
+    assert len({one, digest("a-1", {"A": "1"}), digest("a-2", {"A": "1", "B": "2"})}) == 3
+    assert digest("a-1", {}) == digest("a-2", {})
+
+
 def test_the_digest_of_a_release_does_not_change() -> None:
     """Manifests hold digests of earlier releases, which did not have all of today's fields."""
     digest = "sha256:b6720d700f3f75a2e6394a54a68ae7e7be6407ef3b35e7500f230e53f49e7133"

@@ -9,6 +9,7 @@ import pytest
 from tests.support.manifests import new_manifest
 from trial_core.checkpoint.resume_point import Restore, ResumePoint
 from trial_core.config import ExperimentConfig
+from trial_core.config.sections import EnvironmentConfig
 from trial_core.driver.changed_settings import (
     changes_since_checkpoint,
     check_keep,
@@ -131,6 +132,20 @@ def test_a_checkpoint_that_is_only_validated() -> None:
     ]
     of_another_program = new_manifest(4, hyperparameters={})
     assert other_hyperparameters(of_another_program, experiment(4, {"dropout": 0.0})) == []
+
+
+def test_environment_variables_are_told_without_their_values() -> None:
+    """Some are credentials. A checkpoint that does not record them is not compared."""
+    now = experiment(4, {}).model_copy(
+        update={"environment": EnvironmentConfig(environment_variables={"TOKEN": "SECRET"})}
+    )
+    texts = []
+    for digest in ("none", "", now.environment_digest("gpt-0123abcd")):
+        saved = new_manifest(4, uuid=UUID, config=now.digested(), environment_digest=digest)
+        point = ResumePoint.continuing(saved)
+        texts.append(changes_since_checkpoint(point, now, {}, RestoredSettings()))
+    text = "changed since it was saved: environment.environment_variables"
+    assert texts == [[f"checkpoint {UUID} (batch 4): {text}"], [], []]
 
 
 @pytest.mark.parametrize(

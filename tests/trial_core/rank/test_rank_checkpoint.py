@@ -25,10 +25,11 @@ from trial_core.rank import rank_checkpoint
 from trial_core.rank.checkpoint_files import CheckpointFiles
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_checkpoint import Snapshots
-from trial_core.rank.rank_state import write_rank_state
+from trial_core.rank.rank_state import STATE_FOLDER, write_rank_state
 from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.late_copies import collecting, finish_copies
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.settings_parts import OptimizerPart
 from trial_core.rank.state_files.tensor_files import write_tensors
 from trial_core.rank.trial.context import RunInfo
 
@@ -142,6 +143,32 @@ def snapshots(folder: Path, rank: int = 0, ranks: int = 1, **settings: Any) -> S
     found = Snapshots(adapter, files, one_of(rank, ranks), CheckpointingConfig(**settings))
     found.built = BuiltSettings(())
     return found
+
+
+@pytest.mark.parametrize("built", [torch.optim.SGD, torch.optim.AdamW])
+def test_settings_from_elsewhere_are_told(tmp_path: Path, built: Any) -> None:
+    """Although neither experiment nor code has changed. Nothing is refused: a trial may draw them,
+    or choose by its machine."""
+    ours, weights = snapshots(tmp_path), [torch.nn.Parameter(torch.zeros(2))]
+    ours._adapter.load = lambda *_, **__: None
+    ours._adapter.read_hook_state = lambda *_: {}
+    ours._adapter.callbacks = {}
+    settings = [
+        BuiltSettings([OptimizerPart(each(weights, lr=rate), [])])
+        for each, rate in ((torch.optim.SGD, 0.1), (built, 0.2))
+    ]
+    folder = tmp_path / "restored" / "u" / STATE_FOLDER
+    folder.mkdir(parents=True)
+    settings[0].write(folder, {"samples": 40})
+    ours.built, ours.data_settings = settings[1], {"samples": 30}
+    told = ours.restore("u", {}, compares=False)
+    assert told.new == ["training data: samples 40 -> 30, also for the rest of this epoch"]
+    if built is torch.optim.SGD:
+        assert "lr stays 0.1 (not 0.2), because neither the experiment nor" in told.kept[0]
+    else:
+        assert "was of SGD when the checkpoint was saved" in told.not_kept[0]
+        with pytest.raises(CheckpointError, match="was of SGD when the checkpoint was saved"):
+            ours.restore("u", {})
 
 
 def test_an_upload_waits_for_late_copies(tmp_path: Path) -> None:

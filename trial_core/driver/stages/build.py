@@ -125,9 +125,11 @@ def _is_unchanged(launch: Launch, point: ResumePoint) -> bool:
     saved = point.checkpoint
     if saved is None or saved.code is None or point.restore != "everything":
         return False
+    config = launch.run.config
     return (
         launch.code.digest == saved.code.digest
-        and saved.config_digest == launch.run.config.digest()
+        and saved.config_digest == config.digest()
+        and saved.environment_digest in ("", config.environment_digest(saved.trial))
     )
 
 

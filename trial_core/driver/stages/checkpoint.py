@@ -96,6 +96,7 @@ def checkpoint_upload(launch: Launch, staged: StagedCheckpoint) -> Manifest:
         epoch=answers.epoch,
         code=code,
         config=run.config.digested(),
+        environment_digest=run.config.environment_digest(run.trial),
         changes=answers.all_changes,
     )
     run.store.commit(manifest, run.fence, base)

@@ -28,6 +28,12 @@ FILE = "resume.json"
 
 Record = TypeVar("Record", bound=msgspec.Struct)
 
+UNCHANGED = (
+    "neither the experiment nor its code folder has changed: to have it count, set it in the "
+    "experiment"
+)
+"""Why all of a checkpoint's values stay. Another value may be drawn, or depend on the machine."""
+
 _WEIGHTS_ALONE = (
     "or begin a new trial with the checkpoint's weights: searcher.source_checkpoint_uuid and "
     "searcher.source_weights_only=true"
@@ -110,11 +116,15 @@ class BuiltSettings:
                     f"fit. Build {groups_then}, {_WEIGHTS_ALONE}"
                 )
 
-    def apply(self, saved: SavedSettings, keep: Collection[str] = ()) -> RestoredSettings:
+    def apply(
+        self, saved: SavedSettings, keep: Collection[str] = (), why_all: str = ""
+    ) -> RestoredSettings:
         """After a restore, have those settings count that were built with another value now.
 
         Args:
             keep: ``optimizer`` or ``optimizer.lr``: the checkpoint's values stay.
+            why_all: if given, all of the checkpoint's values stay, for this reason. The next
+                checkpoint has them as built ones, too.
         """
         new, kept = _Told(), _Told()
         not_kept: list[str] = []
@@ -124,14 +134,18 @@ class BuiltSettings:
                 _differing(*each) for each in zip(part.groups, before.groups, strict=False)
             ]
             asked = [
-                {x for x in each if {part.kind, f"{part.kind}.{x}"} & {*keep}} for each in differing
+                {x for x in each if why_all or {part.kind, f"{part.kind}.{x}"} & {*keep}}
+                for each in differing
             ]
             if any(asked):
                 unused -= {part.kind, *(f"{part.kind}.{x}" for each in asked for x in each)}
                 if (why := part.keep(before)) is not None:
                     not_kept.append(f"{part.kind} {index}, because {why}")
                     asked = [set() for _ in asked]
-            kept.add(index, part, before, asked, "you asked for it (keep)")
+            kept.add(index, part, before, asked, why_all or "you asked for it (keep)")
+            if why_all:
+                for now, then, names in zip(part.groups, before.groups, asked, strict=False):
+                    now.update({name: then[name] for name in names})
             changed = [names - those for names, those in zip(differing, asked, strict=True)]
             if part.kind == "optimizer":
                 of_state = [
@@ -143,7 +157,8 @@ class BuiltSettings:
             if any(changed):
                 why = part.apply(changed)
                 (new if why is None else kept).add(index, part, before, changed, why or "")
-        not_kept += [f"{each}, because it has not changed" for each in keep if each in unused]
+        if not why_all:
+            not_kept += [f"{each}, because it has not changed" for each in keep if each in unused]
         return RestoredSettings(new.lines(), kept.lines(), not_kept=not_kept)
 
     def _pairs(self, saved: SavedSettings) -> Iterator[tuple[int, SettingsPart, SavedPart]]:

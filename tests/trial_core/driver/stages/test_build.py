@@ -1,19 +1,25 @@
-"""What the log says of a trial that was built."""
+"""What the log says of a trial that was built, and when settings are compared."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from tests.support.manifests import entry, new_manifest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.manifest import Topology
 from trial_core.checkpoint.resume_point import ResumePoint
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.run import Launch, Run
-from trial_core.driver.stages.build import _warn_of_another_batch_size, build_loaders
+from trial_core.driver.stages.build import (
+    _is_unchanged,
+    _warn_of_another_batch_size,
+    build_loaders,
+)
 from trial_core.errors import TrialError
 from trial_core.messages import ReadyToTrain, TrialBuilt
 
@@ -82,3 +88,30 @@ def test_a_loader_with_a_size_of_its_own(tmp_path: Path, samples: int, why: str)
     launch.slots = SimpleNamespace(request=lambda *_, **__: [built])  # type: ignore[assignment]
     with pytest.raises(TrialError, match=why):
         build_loaders(launch, ResumePoint())
+
+
+@pytest.mark.parametrize(
+    ("saved", "now", "is_unchanged"),
+    [
+        ({"LR": "1"}, {"LR": "1"}, True),
+        ({"LR": "1"}, {"LR": "2"}, False),
+        ({}, {"LR": "2"}, False),
+        ({"LR": "1"}, {}, False),
+        (None, {"LR": "2"}, True),  # not recorded
+    ],
+)
+def test_environment_variables_are_part_of_the_experiment(
+    tmp_path: Path, saved: dict[str, str] | None, now: dict[str, str], is_unchanged: bool
+) -> None:
+    """A person may set a rate there: with other variables, settings are compared."""
+
+    def config(variables: dict[str, str]) -> Any:
+        return toy_config(tmp_path, environment={"environment_variables": variables})
+
+    digest = "" if saved is None else config(saved).environment_digest("gpt-0123abcd")
+    code = entry("code.tar")
+    manifest = new_manifest(code=code, config_digest=config({}).digest(), environment_digest=digest)
+    launch: Any = SimpleNamespace(
+        code=SimpleNamespace(digest=code.digest), run=SimpleNamespace(config=config(now))
+    )
+    assert _is_unchanged(launch, ResumePoint.continuing(manifest)) == is_unchanged

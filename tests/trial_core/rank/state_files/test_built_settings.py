@@ -41,6 +41,7 @@ from trial_core.messages import (
 )
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.state_files.built_settings import (
+    UNCHANGED,
     BuiltSettings,
     SavedSettings,
     changes_of_data,
@@ -119,6 +120,28 @@ def test_changed_settings_count(tmp_path: Path) -> None:
     assert told == ([text], [])
     group = built.param_groups[0]
     assert (group["lr"], group["betas"], group["weight_decay"]) == (0.0001, (0.8, 0.999), 0.01)
+
+
+def test_of_an_unchanged_experiment_all_values_stay(tmp_path: Path) -> None:
+    """The run says so, also the next time; once the experiment has changed, the value counts."""
+    file, told = None, []
+    for rate, why_all in ((0.1, UNCHANGED), (0.2, UNCHANGED), (0.2, UNCHANGED), (0.2, "")):
+        optimizer = SGD(parameters(), lr=rate)
+        now = settings_of(([optimizer], []))
+        if file is not None:
+            optimizer.param_groups[0]["lr"] = 0.1  # as the restore does
+            told.append(
+                now.apply(file, keep=["optimizer.momentum"] * bool(why_all), why_all=why_all)
+            )
+        file = written(now, tmp_path)
+    (first, second, last), stays = (
+        told,
+        "optimizer 0 (SGD): lr stays 0.1 (not 0.2), because neither ",
+    )
+    assert [each.startswith(stays) for each in first.kept] == [True]
+    assert (first, first.new, first.not_kept) == (second, [], [])
+    assert (last.new, last.kept) == (["optimizer 0 (SGD): lr 0.1 -> 0.2"], [])
+    assert optimizer.param_groups[0]["lr"] == 0.2
 
 
 def test_what_the_trial_has_moved_stays_the_checkpoints(tmp_path: Path) -> None:
