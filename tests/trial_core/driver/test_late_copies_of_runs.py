@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from tests.support.driving import drive
+from tests.support.fitting import fit_toys
 from tests.support.slots import toy_config
 from tests.support.tensors import differing, stored_tensors
 from tests.trial_core.driver.test_pausing import KINDS
+from tests.trial_core.trainer.fits import every, run, store
 from trial_core.checkpoint.store import CheckpointStore
 
 pytestmark = pytest.mark.slots
@@ -94,3 +96,17 @@ def test_weights_that_change_while_they_are_copied_cost_one_checkpoint(
     assert batches[0] == [1, 3, 4]
     assert stored[0]
     assert differing(*stored) == []
+
+
+@LONG
+def test_a_script_is_not_ended_by_weights_that_change_while_they_are_copied(tmp_path: Path) -> None:
+    """Its ranks cannot be launched again."""
+    given = run(tmp_path, {**every(1, 4), "checkpoint_period": {"batches": 1}})
+    given["init"]["exp_conf"]["checkpointing"] = {"verify_first": False}
+    del given["init"]["hparams"]["record"]  # a hook that follows each save
+    ((result,),) = fit_toys(
+        "python", tmp_path / "launch", {"trial": "damaging_trials:ChangesWhileCopying", **given},
+        ranks=1,
+    )  # fmt: skip
+    assert result["checkpoint_at"] == 4
+    assert {1, 2, 3, 4} - {each.progress.batches_trained for each in store(tmp_path).list()} == {2}
