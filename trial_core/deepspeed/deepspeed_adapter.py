@@ -44,8 +44,11 @@ from trial_core.deepspeed.trial import DeepSpeedTrial
 from trial_core.deepspeed.validated_weights import check_modes, copies_of_modes
 from trial_core.errors import CheckpointError, TrialError, TrialValueError
 from trial_core.processes.machine.memory_files import MemoryFiles
+from trial_core.rank.rank_state import STATE_FOLDER
+from trial_core.rank.state_files.built_settings import read_parameters
 from trial_core.rank.state_files.compiled_names import name_as_uncompiled
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
+from trial_core.rank.state_files.parameter_order import states_by_name
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.settings_parts import SettingsPart
 from trial_core.rank.trial.optimizer_modes import to_training_mode
@@ -207,8 +210,13 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         of_engines = (engine.lr_scheduler for engine in self._context.models)
         return [each for each in of_engines if each is not None]
 
+    @property
+    def named_modules(self) -> Sequence[torch.nn.Module]:
+        return self.modules if self.whole_models else []
+
     def setting_parts(self) -> list[SettingsPart]:
-        optimizers = [EngineOptimizer(each, self.schedulers) for each in self.optimizers]
+        named = self.named_modules
+        optimizers = [EngineOptimizer(each, self.schedulers, named) for each in self.optimizers]
         return [*optimizers, *engine_parts(self._context.models, self.schedulers)]
 
     def set_training(self, training: bool) -> None:
@@ -246,7 +254,9 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         with ExitStack() as stack:
             stack.enter_context(self._trained_as_built())
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
-            stack.enter_context(optimizers_loaded_in_place(_base_optimizers(engines)))
+            saved = read_parameters(folder / STATE_FOLDER)
+            stack.enter_context(states_by_name(self.optimizers, self.named_modules, saved))
+            stack.enter_context(optimizers_loaded_in_place(self.optimizers))
             if reshape or self._is_converted(folder, reader):
                 for i in range(len(engines)):
                     if not any((folder / f"model{i}").glob("*_model_states.pt")):

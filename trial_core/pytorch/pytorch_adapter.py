@@ -36,6 +36,8 @@ from trial_core.pytorch.sharded_model import is_sharded, mesh_shape, reshard
 from trial_core.pytorch.sharded_state import files_of_parts
 from trial_core.pytorch.trial import PyTorchTrial
 from trial_core.rank.rank_state import STATE_FOLDER
+from trial_core.rank.state_files.built_settings import read_parameters
+from trial_core.rank.state_files.parameter_order import states_by_name
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.settings_parts import ScalerPart, SettingsPart
 from trial_core.rank.trial.optimizer_modes import to_training_mode
@@ -156,7 +158,9 @@ class PyTorchTrialAdapter(TrialAdapter):
     def load(
         self, folder: Path, reader: Reader, hook_state: Mapping[str, Any], reshape: bool = False
     ) -> None:
-        load_state(self._context, hook_state)
+        saved = read_parameters(folder / STATE_FOLDER)
+        with states_by_name(self.optimizers, self.named_modules, saved):
+            load_state(self._context, hook_state)
         load_gradients(self._context, folder, reader)
 
     def load_weights(self, folder: Path, reader: Reader) -> None:

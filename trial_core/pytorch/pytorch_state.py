@@ -43,6 +43,8 @@ from trial_core.pytorch.sharded_state import (
     require_joined,
     write_parts,
 )
+from trial_core.rank.rank_state import STATE_FOLDER
+from trial_core.rank.state_files.built_settings import read_parameters
 from trial_core.rank.state_files.compiled_names import COMPILED
 from trial_core.rank.state_files.frozen_files import (
     KeyPath,
@@ -52,6 +54,7 @@ from trial_core.rank.state_files.frozen_files import (
 )
 from trial_core.rank.state_files.imported_weights import imported_weights
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
+from trial_core.rank.state_files.parameter_order import parameter_names, saved_places
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.safe_save import readable
 from trial_core.rank.state_files.tensor_files import write_tensors
@@ -146,7 +149,7 @@ def read_state(
     if context is not None and len(context.models) == 1:
         names = unwrapped(context.models[0]).state_dict().keys()
         if (weights := imported_weights(folder, names, reader)) is not None:
-            targets = _own_tensors(kinds, context)
+            targets = _own_tensors(kinds, context, ())
             return joined({MODELS: [weights]}, SavedParts(folder, kinds, reader), targets)
     path = folder / STATE_FILE
     if not path.is_file():
@@ -155,7 +158,10 @@ def read_state(
             "kind of trial that saved it"
         )
     parts = SavedParts(folder, kinds, reader)
-    targets = _whole_tensors(kinds, parts) if context is None else _own_tensors(kinds, context)
+    if context is None:
+        targets = _whole_tensors(kinds, parts)
+    else:
+        targets = _own_tensors(kinds, context, read_parameters(folder / STATE_FOLDER))
     return joined(reader.load_mapped(path), parts, targets)
 
 
@@ -286,16 +292,25 @@ def _whole_tensors(kinds: Sequence[str], parts: SavedParts) -> Targets:
     return target
 
 
-def _own_tensors(kinds: Sequence[str], context: PyTorchTrialContext) -> Targets:
-    """For `joined`: an empty tensor for each that is sharded in the checkpoint, or in the trial."""
+def _own_tensors(
+    kinds: Sequence[str], context: PyTorchTrialContext, saved: Sequence[Sequence[str]]
+) -> Targets:
+    """For `joined`: an empty tensor for each that is sharded in the checkpoint, or in the trial.
+
+    `saved` has the names of each optimizer's parameters in the checkpoint, if they are known.
+    """
+    models = [unwrapped(model) for model in context.models]
     tensors: dict[KeyPath, Any] = {}
-    for index, model in enumerate(context.models):
-        for name, tensor in unwrapped(model).state_dict().items():
+    for index, model in enumerate(models):
+        for name, tensor in model.state_dict().items():
             tensors[(MODELS, index, name)] = tensor
             tensors[(WEIGHTS, index, name)] = tensor
             tensors.setdefault((MODELS, index, f"{_PREFIX}{name}"), tensor)
     for index, optimizer in enumerate(context.optimizers):
-        for number, parameter in enumerate(parameters_of(optimizer)):
+        then = saved[index] if index < len(saved) else ()
+        places = saved_places(parameter_names(optimizer, models), then)
+        for place, parameter in enumerate(parameters_of(optimizer)):
+            number = places[place] if places else place
             tensors[(OPTIMIZERS, index, "state", number)] = parameter
 
     def target(keys: KeyPath, saved: torch.Tensor) -> torch.Tensor | None:

@@ -53,7 +53,8 @@ class Net(nn.Module):
 
 
 class Sharded(PyTorchTrial):
-    """Hyperparameters: global_batch_size, seed, dropout, validation_samples, record (a folder)."""
+    """Hyperparameters: global_batch_size, seed, dropout, validation_samples, record (a folder),
+    reverse (the model's parts are defined in the reverse order)."""
 
     def __init__(self, context: PyTorchTrialContext) -> None:
         self.context = context
@@ -63,7 +64,10 @@ class Sharded(PyTorchTrial):
 
     def wrap(self) -> None:
         """Build and wrap models and optimizers."""
-        self.model = self.context.wrap_model(Net(self.hparams["dropout"]))
+        net = Net(self.hparams["dropout"])
+        if self.hparams.get("reverse"):
+            net._modules = dict(reversed(net._modules.items()))
+        self.model = self.context.wrap_model(net)
         trained = [each for each in self.model.parameters() if each.requires_grad]
         # A large eps: otherwise AdamW turns rounding of tiny gradients into whole steps.
         optimizer = torch.optim.AdamW(trained, lr=0.01, eps=1e-3)

@@ -49,7 +49,8 @@ class Assorted(torch.nn.Module):
 
 
 class AnyTopology(ToyTrial):
-    """More hyperparameters: batch (samples), bf16, zero, seed, frozen_seed (of frozen weights)."""
+    """More hyperparameters: batch (samples), bf16, zero, seed, frozen_seed (of frozen weights),
+    reverse (parameters are in the reverse order)."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -80,6 +81,8 @@ class AnyTopology(ToyTrial):
         """The optimizer's groups of parameters."""
         weights = [model.inputs.weight, model.first.weight]
         rest = [model.inputs.bias, model.norm.weight, model.norm.bias]
+        if self.hparams.get("reverse"):
+            weights, rest = weights[::-1], rest[::-1]
         return [
             {"params": weights, "weight_decay": 0.1},
             {"params": rest, "weight_decay": 0.0, "lr": 2e-2},

@@ -59,6 +59,7 @@ trial_core.observe.trackers.journal:
 trial_core.observe.trackers.sender: SenderOrder.experiment
 trial_core.rank.state_files.built_settings: SavedSettings.data SavedSettings.sample_lists
 trial_core.rank.state_files.settings_parts: SavedPart.kind SavedPart.type SavedPart.groups
+  SavedPart.parameters
 trial_core.rank.core_api.trainer_arguments: TrainerRecord.arguments TrainerRecord.optimizer
 trial_core.export.export_checkpoint: _Mark.checkpoint _Mark.trial _Mark.format _Mark.files
 """

@@ -121,6 +121,29 @@ def test_resuming_is_bit_identical(
     assert rest.validation[-1] == whole.validation[-1]
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("sharding", ["none", "fsdp2"])
+def test_parts_in_another_order_keep_their_moments(
+    warm_slots: Warm, tmp_path: Path, sharding: str
+) -> None:
+    """Up to the rounding of a norm of all gradients, which adds up in another order."""
+    slots, settings = warm_slots(2), config(tmp_path, 6, sharding)
+    whole = drive(slots, settings, tmp_path, persist=True)
+    first = drive(slots, config(tmp_path, 3, sharding), tmp_path, persist=True)
+    turned = config(tmp_path, 6, sharding, reverse=True)
+    rest = drive(slots, turned, tmp_path, resume=first, persist=True)
+    expected, seen = (
+        {
+            name: each
+            for name, each in whole_state(files(tmp_path, run.checkpoints[-1])).items()
+            if "models" in name
+        }
+        for run in (whole, rest)
+    )
+    for name, value in expected.items():
+        torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
 @pytest.mark.parametrize(
     ("source", "target"),
     [

@@ -15,8 +15,11 @@ from torch.optim import SGD, Adam
 from tests.support.tensors import differing
 from trial_core.errors import CheckpointError
 from trial_core.pytorch import PyTorchTrialContext
+from trial_core.pytorch.pytorch_adapter import PyTorchTrialAdapter
 from trial_core.pytorch.pytorch_state import load_gradients, load_state, read_state, state_of
+from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.settings_parts import OptimizerPart
 
 
 def context_of(*models: nn.Module, **checkpointing: Any) -> PyTorchTrialContext:
@@ -77,6 +80,35 @@ def test_frozen_parameters_can_be_left_out() -> None:
     load_state(other, state)
     assert torch.equal(other.models[0][0].weight, built)
     assert torch.equal(other.models[0][2].weight, saved.models[0][2].weight)
+
+
+class Named(nn.Sequential):
+    """Layers of these names, in this order."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(2, 2))
+
+
+def test_layers_in_another_order(tmp_path: Path) -> None:
+    """Each keeps its moments, though the other has the same shape."""
+    saved, other = context_of(Named("q", "k")), context_of(Named("k", "q"))
+    (optimizer,), modules = saved.optimizers, saved.models
+    (tmp_path / "trialflow").mkdir()
+    BuiltSettings([OptimizerPart(optimizer, [], modules)]).write(tmp_path / "trialflow", {})
+    adapter: Any = object.__new__(PyTorchTrialAdapter)
+    adapter._context, adapter.modules = other, other.models
+    adapter.optimizers = other.optimizers
+    adapter.load(tmp_path, Reader(), state_of(saved))
+    seen, expected = (
+        {
+            name: each.optimizers[0].state[parameter]["exp_avg"]
+            for name, parameter in each.models[0].named_parameters()
+        }
+        for each in (other, saved)
+    )
+    assert differing(expected, seen) == []
 
 
 def shorter(state: dict[str, Any]) -> None:

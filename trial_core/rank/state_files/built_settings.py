@@ -22,6 +22,7 @@ from trial_core.common.decoding import convert
 from trial_core.common.text_format import clean, first_few, plural, told_apart
 from trial_core.errors import CheckpointError
 from trial_core.messages import RestoredSettings
+from trial_core.rank.state_files.parameter_order import saved_places
 from trial_core.rank.state_files.settings_parts import SavedPart, Settings, SettingsPart
 
 FILE = "resume.json"
@@ -70,7 +71,7 @@ class BuiltSettings:
         self._parts = [*parts]
 
     def to_json(self) -> str:
-        """The settings as they are compared between ranks, and stored."""
+        """The settings as they are compared between ranks; `write` adds names of parameters."""
         return json.dumps(
             [{"kind": each.kind, "type": each.type, "groups": each.groups} for each in self._parts]
         )
@@ -79,8 +80,9 @@ class BuiltSettings:
         self, folder: Path, data: Mapping[str, Any], sample_lists: Mapping[str, str] | None = None
     ) -> None:
         """Write them, and those of the training data, to `FILE` in a folder of a checkpoint."""
+        parts = zip(json.loads(self.to_json()), self._parts, strict=True)
         content = {
-            "parts": json.loads(self.to_json()),
+            "parts": [{**each, "parameters": [*part.parameters]} for each, part in parts],
             "data": data,
             "sample_lists": sample_lists or {},
         }
@@ -127,7 +129,7 @@ class BuiltSettings:
                 checkpoint has them as built ones, too.
         """
         new, kept = _Told(), _Told()
-        not_kept: list[str] = []
+        not_kept, renamed = list[str](), list[str]()
         unused = set(keep)
         for index, part, before in self._pairs(saved):
             differing = [
@@ -154,12 +156,13 @@ class BuiltSettings:
                 ]
                 changed = [names - those for names, those in zip(changed, of_state, strict=True)]
                 kept.add(index, part, before, of_state, "the optimizer's state depends on it")
+                renamed += _renamed(index, part, before)
             if any(changed):
                 why = part.apply(changed)
                 (new if why is None else kept).add(index, part, before, changed, why or "")
         if not why_all:
             not_kept += [f"{each}, because it has not changed" for each in keep if each in unused]
-        return RestoredSettings(new.lines(), kept.lines(), not_kept=not_kept)
+        return RestoredSettings(new.lines(), kept.lines() + renamed, not_kept=not_kept)
 
     def _pairs(self, saved: SavedSettings) -> Iterator[tuple[int, SettingsPart, SavedPart]]:
         for kind in dict.fromkeys(each.kind for each in self._parts):
@@ -222,6 +225,12 @@ def read_settings(folder: Path) -> SavedSettings | None:
     return read_resume_file(folder, SavedSettings)
 
 
+def read_parameters(folder: Path) -> list[list[str]]:
+    """The names of each optimizer's parameters in a folder of a checkpoint, if they are known."""
+    saved = read_settings(folder)
+    return [each.parameters for each in saved.parts if each.kind == "optimizer"] if saved else []
+
+
 def read_resume_file(folder: Path, kind: type[Record]) -> Record | None:
     """Read the `FILE` in a folder of a checkpoint; None if it has none.
 
@@ -238,6 +247,19 @@ def read_resume_file(folder: Path, kind: type[Record]) -> Record | None:
 
 def _count(kind: str, parts: Iterable[SettingsPart | SavedPart]) -> int:
     return sum(each.kind == kind for each in parts)
+
+
+def _renamed(index: int, part: SettingsPart, before: SavedPart) -> list[str]:
+    """What an optimizer's parameters have got without a state of their name; see `saved_places`."""
+    now, then = part.parameters, before.parameters
+    places = saved_places(now, then) if len(now) == len(then) else []
+    differing = [
+        f"{then[place]} for {name}"
+        for name, place in zip(now, places, strict=False)
+        if then[place] != name
+    ]
+    text = f"{part.kind} {index} ({part.type}): the state of {clean(first_few(differing, _SHOWN))}"
+    return [f"{text}, because the checkpoint has none of that name"] if differing else []
 
 
 def _shapes_state(name: str, now: Any, then: Any) -> bool:

@@ -16,10 +16,13 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from trial_core.rank.state_files.parameter_order import parameter_names
 
 _NOT_OF_SCHEDULER = frozenset({"last_epoch", "_step_count", "_last_lr", "_schedulers"})
 """Values in a scheduler's state that say where it is, not how it goes; and the schedulers in it."""
@@ -43,6 +46,7 @@ class SavedPart(msgspec.Struct, frozen=True):
     kind: str
     type: str
     groups: list[Settings]
+    parameters: list[str] = []
 
 
 class SettingsPart(ABC):
@@ -52,9 +56,11 @@ class SettingsPart(ABC):
         kind: ``optimizer``, ``scheduler``, ``scaler`` or ``engine``.
         type: the name of its class.
         groups: its settings; an optimizer has several groups of them.
+        parameters: the names of an optimizer's parameters, if they are known.
     """
 
     kind: str
+    parameters: Sequence[str] = ()
 
     def __init__(self, part: Any, groups: Iterable[Settings]) -> None:
         self.type = type(part).__qualname__
@@ -89,12 +95,16 @@ class OptimizerPart(SettingsPart):
 
     Args:
         schedulers: of the trial; its own ones are among them.
+        modules: the trial's models, which have the names of its parameters.
     """
 
     kind = "optimizer"
 
-    def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, schedulers: Sequence[Any], modules: Sequence[nn.Module] = ()
+    ) -> None:
         self._optimizer = optimizer
+        self.parameters = parameter_names(optimizer, modules)
         of_it = (each for each in schedulers if of_scheduler(each) is optimizer)
         # A plateau's scheduler only lowers the rate that the optimizer has.
         own = [each for each in of_it if not isinstance(each, ReduceLROnPlateau)]

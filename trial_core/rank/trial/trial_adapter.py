@@ -136,10 +136,16 @@ class TrialAdapter(ABC):
         left_out: list[set[str]] = self._context.left_out
         return left_out
 
+    @property
+    def named_modules(self) -> Sequence[torch.nn.Module]:
+        """The modules, if their parameters have the same names on all ranks; else none."""
+        return self.modules
+
     def setting_parts(self) -> list[SettingsPart]:
         """The parts whose settings a restore compares, as they are now. See `BuiltSettings`."""
+        named = self.named_modules
         return [
-            *(OptimizerPart(each, self.schedulers) for each in self.optimizers),
+            *(OptimizerPart(each, self.schedulers, named) for each in self.optimizers),
             *(SchedulePart(each, self.schedulers) for each in self.schedulers),
         ]
 

@@ -240,6 +240,6 @@ def test_a_trial_with_its_own_format_is_refused(tmp_path: Path) -> None:
         checkpoint_engine=None, basic_optimizer=None, module=torch.nn.Linear(1, 1)
     )
     adapter._trial, adapter._context = object.__new__(own), SimpleNamespace(models=[engine])
-    adapter._required_grad = []
+    adapter._required_grad = adapter.optimizers = adapter.whole_models = []
     with pytest.raises(CheckpointError, match=r"Own.save does not call super\(\).save, so"):
         adapter.load(tmp_path, Reader(), {}, reshape=True)

@@ -94,6 +94,21 @@ def test_bf16_without_zero_is_not_switched(warm_slots: Warm, tmp_path: Path, bf1
         restore(warm_slots(1), first)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 1])
+def test_parameters_in_another_order_keep_their_moments(
+    warm_slots: Warm, tmp_path: Path, stage: int
+) -> None:
+    """Some of them have the same shape, so that DeepSpeed would not notice without ZeRO."""
+    slots, settings = warm_slots(2), config(tmp_path, 7, stage)
+    whole = drive(slots, settings, tmp_path, persist=True)
+    first = drive(slots, config(tmp_path, 3, stage), tmp_path, persist=True)
+    turned = config(tmp_path, 7, stage, reverse=True)
+    rest = drive(slots, turned, tmp_path / "rest", resume=first, persist=True)
+    expected, seen = (export_weights(files(tmp_path, run.checkpoints[-1])) for run in (whole, rest))
+    assert differing(expected, seen) == []
+
+
 def seen_by_all(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """What all ranks together recorded of each batch."""
     batches: dict[int, list[dict[str, Any]]] = {}
