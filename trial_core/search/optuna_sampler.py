@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from random import Random
 from typing import Any, Literal
 
 import optuna
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import GridSampler, QMCSampler
 from optuna.trial import FrozenTrial, Trial, TrialState, create_trial
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -29,19 +31,30 @@ class OptunaSampler:
 
     A trial that has reached its first rung is finished for Optuna: complete at `max_length`, else
     pruned. Each further rung that it reaches is another trial there, with the same parameters.
-    The seed and a trial's number decide, if the sampler takes a seed. A sampler that has a state
-    besides the trials, such as `QMCSampler`, begins again when a search continues.
+    The seed and a trial's number decide, if the sampler takes a seed. A `GridSampler` or
+    `QMCSampler` has one sequence, by one seed: it is asked again for the trials that a search has,
+    when the search continues. Another sampler that has a state besides the trials, such as
+    `CmaEsSampler`, begins again.
     """
 
     def __init__(self, experiment: SearchExperiment, sampler: optuna.samplers.BaseSampler) -> None:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._experiment = experiment
+        options = experiment.searcher.sampler_options
+        takes_seed = "seed" in inspect.signature(type(sampler)).parameters
+        self._has_sequence = isinstance(sampler, (GridSampler, QMCSampler))
+        if self._has_sequence and takes_seed:
+            seed = experiment.reproducibility.experiment_seed
+            sampler = type(sampler)(**{"seed": seed} | options)
+        self._most: float = math.inf
+        if isinstance(sampler, GridSampler) and "search_space" in options:
+            # Else points would be given again while the last ones are being trained.
+            self._most = math.prod(map(len, options["search_space"].values()))
         self._study = optuna.create_study(sampler=sampler, direction=_direction(experiment))
         self._has_more = True
         self._study.stop = self._stop  # type: ignore[method-assign]
         self._trials: dict[int, Trial] = {}
-        takes_seed = "seed" in inspect.signature(type(sampler)).parameters
-        self._kind = type(sampler) if takes_seed else None
+        self._kind = type(sampler) if takes_seed and not self._has_sequence else None
         distributions(experiment)
 
     def _stop(self) -> None:
@@ -51,7 +64,7 @@ class OptunaSampler:
 
     def ask(self, number: int) -> dict[str, Any] | None:
         """The hyperparameters of a trial; None if the sampler has tried everything."""
-        return self._asked(number) if self._has_more else None
+        return self._asked(number) if self._has_more and number < self._most else None
 
     def _asked(self, number: int) -> dict[str, Any]:
         if self._kind is not None:
@@ -66,8 +79,9 @@ class OptunaSampler:
     def tell(self, trial: SearchTrial) -> None:
         """See `Sampler`. A trial that fails after a result is told of no more."""
         if trial.number not in self._trials:
-            params = params_of(self._experiment, trial.hyperparameters)
-            self._study.enqueue_trial({name: value for name, (_, value) in params.items()})
+            if not self._has_sequence:
+                params = params_of(self._experiment, trial.hyperparameters)
+                self._study.enqueue_trial({name: value for name, (_, value) in params.items()})
             self._asked(trial.number)
         has_failed = trial.status in ("failed", "invalid")
         if bool(trial.reached) == has_failed:  # it has begun, or is finished for Optuna

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +93,10 @@ def train_side_by_side(search: Search, most: int = 3, results: int = 999) -> Non
             search.failed(leg, "out of memory")
         else:
             search.reached(leg, length, {"loss": float(leg.trial.number * 7 % 11)}, None)
+
+
+def hyperparameters_of(search: Search) -> list[Any]:
+    return [trial.hyperparameters for trial in search.state.trials]
 
 
 def quadratic(values: dict[str, Any], length: int) -> float:
@@ -342,6 +347,43 @@ def test_a_sampler_that_has_tried_everything_ends_the_search(storage: Any, sampl
     assert sorted(trial.hyperparameters["x"] for trial in search.state.trials) == [1, 2, 3]
     assert search.state.is_over
     assert stored_view(storage, SEARCH).state.is_over
+
+
+def test_a_grid_of_optunas_has_each_point_once(storage: Any) -> None:
+    """Whatever the seed, side by side, with a trial that fails, and when its search continues."""
+    ranges = {
+        "x": {"type": "int", "minval": 1, "maxval": 3},
+        "y": {"type": "double", "minval": 0.0, "maxval": 1.0},
+    }  # fmt: skip
+    grid: dict[str, list[float]] = {"x": [1, 2, 3], "y": [0.0, 0.5]}
+    orders = set()
+    for seed in range(10):
+        of = experiment(
+            ranges, "optuna.samplers:GridSampler", seed, sampler_options={"search_space": grid},
+            max_concurrent_trials=4, num_rungs=2, divisor=2,
+        )  # fmt: skip
+        name = f"toy-search-{seed:08x}"
+        while not (search := search_of(storage, of, name)).state.is_over:
+            train_side_by_side(search, results=3)
+        points = tuple((found["x"], found["y"]) for found in hyperparameters_of(search))
+        assert sorted(points) == list(itertools.product(grid["x"], grid["y"]))
+        orders.add(points)
+    assert len(orders) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"seed": 3}])
+def test_a_scrambled_sequence_of_optunas_is_one_sequence(
+    storage: Any, options: dict[str, int]
+) -> None:
+    """Its points cover the range evenly, also when its search continues after every record."""
+    of = experiment(
+        {"x": {"type": "double", "minval": 0.0, "maxval": 1.0}}, "optuna.samplers:QMCSampler",
+        sampler_options={"scramble": True, **options}, max_trials=9,
+    )  # fmt: skip
+    while not (search := search_of(storage, of)).state.is_over:
+        train(search, lambda values, length: values["x"], 1)
+    _, *points = (found["x"] for found in hyperparameters_of(search))  # the first one is by chance
+    assert sorted(int(8 * point) for point in points) == list(range(8))
 
 
 def test_a_sampler_without_more_does_not_end_a_search_that_trains(storage: Any) -> None:
