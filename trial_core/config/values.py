@@ -94,7 +94,7 @@ def validate_plain_mapping(value: Any) -> Any:
 def _key(key: Any) -> str:
     if isinstance(key, int) and key not in _STORED_INTEGERS:
         return format_value(key)
-    return key if isinstance(key, str) else json.dumps(key, default=str)
+    return str.__str__(key) if isinstance(key, str) else json.dumps(key, default=str)
 
 
 def is_unicode(text: str) -> bool:
@@ -129,7 +129,16 @@ def to_plain_data(value: Any, path: Location, problems: list[Problem]) -> Any:
     elif value is not None and not isinstance(value, (bool, int, float, str)):
         expected = "numbers, text, true or false, lists and mappings"
         problems.append((path, f"expected plain data ({expected}), got {type_name(value)}"))
-    return value
+    return _of_plain_type(value)
+
+
+def _of_plain_type(value: Any) -> Any:
+    """The value without its class, if that is one derived from a plain one, as `numpy.float64`."""
+    if isinstance(value, str):
+        return str.__str__(value)  # an enumeration's own `str` is its name
+    if isinstance(value, float):
+        return float(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 PlainMapping = Annotated[dict[str, Any], BeforeValidator(validate_plain_mapping)]

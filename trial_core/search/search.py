@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
@@ -56,7 +57,7 @@ class _Asked:
         if not (trial.reached or has_failed):
             return  # it has begun
         self._sampler.tell(
-            trial=trial.number, hyperparameters=dict(trial.hyperparameters),
+            trial=trial.number, hyperparameters=deepcopy(dict(trial.hyperparameters)),
             rung=len(trial.reached) - (not has_failed),
             metric=None if has_failed else trial.reached[-1].metric,
         )  # fmt: skip
@@ -266,11 +267,11 @@ class Search:
                 f"{type(hyperparameters).__name__} for trial {trial}, expected a dict of "
                 "hyperparameters, or None if there are no more"
             )
-        self.experiment.of_trial(hyperparameters, self.id)  # raises before they are recorded
+        # Plain data, which the sampler does not have: it may change what it gave.
+        plain = self.experiment.of_trial(hyperparameters, self.id).hyperparameters
         self._note(
-            Begun, trial=trial, id=self._id_of(trial), bracket=work.bracket,
-            hyperparameters=hyperparameters,
-        )  # fmt: skip
+            Begun, trial=trial, id=self._id_of(trial), bracket=work.bracket, hyperparameters=plain
+        )
         return True
 
     def _id_of(self, trial: int) -> str:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import optuna
 import pytest
 from optuna.trial import TrialState
 
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import ConfigError, SearchError, StorageError
-from trial_core.search.log import Exited, NoMore, RungReached, SearchLog
+from trial_core.search.log import Begun, Exited, NoMore, RungReached, SearchLog
 from trial_core.search.optuna_sampler import distributions, params_of, store_study
 from trial_core.search.search import Leg, Search, sampler_of
 from trial_core.search.settings import SearchExperiment
@@ -524,6 +527,48 @@ class Objects:
 
     def tell(self, **_: Any) -> None:
         pass
+
+
+class Kind(str, Enum):
+    ADAM = "adam"
+
+
+class Reusing:
+    """Gives the same object each time, with values whose classes are derived from plain ones."""
+
+    def __init__(self) -> None:
+        self.given: Any = {"x": 0.0, "optimizer": {Kind.ADAM: Kind.ADAM}}
+
+    def ask(self) -> Any:
+        self.given["x"] = np.float64(self.given["x"] + 1)
+        self.given["optimizer"]["beta"] = np.float64(self.given["x"] / 10)
+        return self.given
+
+    def tell(self, hyperparameters: dict[str, Any], **_: Any) -> None:
+        hyperparameters["optimizer"].clear()
+
+
+def test_every_rung_is_trained_with_the_recorded_hyperparameters(storage: Any) -> None:
+    """Whatever the sampler does with the object that it gave; they are plain data."""
+    of = experiment(
+        QUADRATIC, f"{HERE}:Reusing", num_rungs=2, divisor=2, max_trials=4, max_concurrent_trials=2
+    )
+    search = search_of(storage, of)
+    trained = Counter[int]()
+    while (leg := search.next(())) is not None:
+        number = leg.trial.number
+        recorded = {
+            event.trial: event.hyperparameters
+            for event in SearchLog(storage, SEARCH).events
+            if isinstance(event, Begun)
+        }
+        beta = (number + 1) / 10
+        assert recorded[number] == {"x": number + 1, "optimizer": {"adam": "adam", "beta": beta}}
+        assert leg.config.hyperparameters == recorded[number]
+        length = int(leg.until.value)  # type: ignore[arg-type]
+        search.reached(leg, length, {"loss": number}, None)
+        trained[number] += 1
+    assert set(trained.values()) == {1, 2}
 
 
 def test_a_sampler_that_cannot_be_told(storage: Any) -> None:
