@@ -55,7 +55,7 @@ from trial_core.search.log import SearchLog
 from trial_core.search.page import glance, markdown
 from trial_core.search.search import Leg, Sampler, Search, sampler_of
 from trial_core.search.settings import SearchExperiment
-from trial_core.search.view import view_of
+from trial_core.search.view import best_checkpoint, view_of
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
 from trialflow.flows.lifecycle.parent_runs import identity_of_run
 from trialflow.flows.lifecycle.run_log import readable_task_log
@@ -91,7 +91,8 @@ class SearchResult:
         best_trial: the id of the trial with the best result; None without a result.
         hyperparameters: of that trial.
         metric: its best value of the searcher metric.
-        checkpoint_uuid: the trial's checkpoint at that rung.
+        checkpoint_uuid: the trial's checkpoint at that rung; if that was deleted, its best one, if
+            it is as good.
         report_path: a page with figures, on this machine.
         flow_run_id: Prefect's id of the flow run.
     """
@@ -366,6 +367,10 @@ class SearchRun:
         state, request = search.state, self.stopping.final_request()
         why = "; ".join(self._left.values()) if request is None else str(request)
         trial, best = state.best or (None, None)
+        checkpoint = best.checkpoint if best else None
+        with suppress(CheckpointError):  # the search has ended all the same
+            kept = best_checkpoint(self.store, view_of(search))
+            checkpoint = None if kept is None else kept.uuid
         return SearchResult(
             search=self.search_id,
             is_over=state.is_over,
@@ -374,7 +379,7 @@ class SearchRun:
             best_trial=trial.id if trial else None,
             hyperparameters=dict(trial.hyperparameters) if trial else {},
             metric=best.metric if best else None,
-            checkpoint_uuid=best.checkpoint if best else None,
+            checkpoint_uuid=checkpoint,
             report_path=str(report),
             flow_run_id=str(runtime.flow_run.id),
         )

@@ -12,14 +12,14 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.deploy import configured_client
 from trialflow.deployments.cli.experiment_options import HERE, StoragePlace, read_any_experiment
 from trialflow.deployments.cli.json_output import AsJson, print_json
-from trialflow.deployments.cli.search import named_view
+from trialflow.deployments.cli.search import kept_best, named_view
 from trialflow.deployments.cli.tables import local_time, print_table, shortest_unique
 from trialflow.deployments.cli.waiting import waiting
 
 if TYPE_CHECKING:
+    from trial_core.checkpoint.store import CheckpointStore
     from trial_core.models.records import Move, Version
     from trial_core.models.registry import Registry
-    from trial_core.search.view import SearchView
 
 app = App(
     name="models",
@@ -91,7 +91,7 @@ def promote(
     is_one_given = [version, checkpoint, search].count(None) == 2
     metric: tuple[str | None, bool] | None = None
     if search is not None and is_one_given:
-        checkpoint, metric, best = _best_of(named_view(registry.store, search))
+        checkpoint, metric, best = _best_of(registry.store, search)
         why = why or best
     if checkpoint is not None and is_one_given:
         with waiting(f"registering {checkpoint}"):
@@ -131,17 +131,23 @@ def _registry(place: StoragePlace) -> Registry:
     return Registry(place.open_store())
 
 
-def _best_of(view: SearchView) -> tuple[str, tuple[str, bool], str]:
+def _best_of(store: CheckpointStore, search: str) -> tuple[str, tuple[str, bool], str]:
     """The checkpoint of a search's best result; its metric, and is smaller better; the reason.
 
     Raises:
         ConfigError: there is none.
     """
-    if view.state.best is None or (uuid := view.state.best[1].checkpoint) is None:
-        raise ConfigError(f"search {view.id} has no result yet whose checkpoint can be promoted")
-    trial, result = view.state.best
-    why = f"the best of search {view.id}: trial {trial.number}, {view.metric} {result.metric:g}"
-    return uuid, (view.metric, view.sign > 0), why
+    view = named_view(store, search)
+    if (manifest := kept_best(store, view)) is None:
+        raise ConfigError(
+            f"search {view.id} has no result yet whose checkpoint can be promoted; --checkpoint "
+            "promotes any checkpoint"
+        )
+    trial, result, metric = view.ranked[0]
+    why = f"the best of search {view.id}: trial {trial.number}, {view.metric} {metric:g}"
+    if manifest.uuid != result.checkpoint:
+        why += f", and better at batch {manifest.progress.batches_trained}, which was kept"
+    return manifest.uuid, (view.metric, view.sign > 0), why
 
 
 def _metric(registry: Registry, model: str, place: StoragePlace) -> tuple[str | None, bool]:

@@ -35,6 +35,7 @@ from trialflow.deployments.cli.waiting import waiting
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
+    from trial_core.checkpoint.manifest import Manifest
     from trial_core.checkpoint.store import CheckpointStore
     from trial_core.search.settings import SearchExperiment
     from trial_core.search.view import SearchView
@@ -235,9 +236,11 @@ def show(
     """
     if json_ + csv_ + (html is not None) + (optuna is not None) > 1:
         raise ConfigError("give one of --json, --csv, --html and --optuna")
-    view = named_view(place.open_store(), name)
+    store = place.open_store()
+    view = named_view(store, name)
     if json_:
-        print_json("search show", view.details())
+        best = kept_best(store, view)
+        print_json("search show", view.details() | {"best_checkpoint": best and best.uuid})
     elif csv_:
         csv.writer(sys.stdout, lineterminator="\n").writerows(_results(view))
     elif html is not None:
@@ -257,6 +260,23 @@ def show(
         print(f"stored as the Optuna study {view.id}")
     else:
         print_search(view)
+        kept_best(store, view)
+
+
+def kept_best(store: CheckpointStore, view: SearchView) -> Manifest | None:
+    """See `best_checkpoint`. A note tells if it is not that of the best result."""
+    from trial_core.search.view import best_checkpoint
+
+    with waiting(f"reading {store.url}"):
+        found = best_checkpoint(store, view)
+    recorded = view.state.best and view.state.best[1].checkpoint
+    if recorded != (found and found.uuid):
+        instead = "its trial has none as good"
+        if found is not None:
+            instead = f"its trial has one as good or better, {found.uuid} of batch "
+            instead += str(found.progress.batches_trained)
+        console.note(f"checkpoint {recorded} of the best result was deleted; {instead}")
+    return found
 
 
 def named_view(store: CheckpointStore, name: str) -> SearchView:

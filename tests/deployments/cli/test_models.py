@@ -11,7 +11,7 @@ import pytest
 from tests.deployments.cli.stored import UUIDS
 from tests.support.cli import write_experiment
 from tests.support.events import check_fields, events_about
-from tests.support.manifests import FILES, new_manifest, stage
+from tests.support.manifests import FILES, commit_files, new_manifest, stage
 from tests.support.prefect import PrefectServer
 from tests.support.searches import search_experiment, searched
 from trial_core.checkpoint.manifest import Manifest
@@ -19,6 +19,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.upload import upload_files
 from trial_core.models.journal import Journal, PromotionDecision
 from trial_core.models.registry import Registry
+from trial_core.schedule.sequencer import Progress
 from trialflow.deployments.cli.main import main
 from trialflow.tasks.events import CHAMPION
 
@@ -213,6 +214,35 @@ def test_promote_the_best_of_a_search(
     assert two_versions.moves("gpt")[-1].why == "it is nicer"
     assert models(tmp_path, "promote", "best", "--search", "zoo") == 2
     assert "there is no search 'zoo'" in capsys.readouterr().err
+
+
+def test_promote_the_best_of_a_search_whose_checkpoint_was_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A better one of its trial, saved between rungs, takes its place, and is told; no worse one
+    does."""
+    store = registry(tmp_path).store
+    found = searched(store.storage, "toy-beef", search_experiment(metric="val_loss"), results=0)
+    leg = found.next(())
+    assert leg is not None
+    found.reached(leg, 4, {"val_loss": 0.25}, UUIDS[0])
+    config = {"searcher": {"metric": "val_loss"}}
+    for batches, loss in ((9, 0.5), (5, 0.125)):
+        manifest = commit_files(
+            store, batches, trial=leg.trial.id, metrics={"validation": {"val_loss": loss}},
+            config=config, progress=Progress(batches_trained=batches, validated_at=batches),
+        )  # fmt: skip
+        is_as_good = loss < 0.25
+        code = models(tmp_path, "promote", "best", "--search", "toy")
+        assert code == (0 if is_as_good else 2)
+        told = capsys.readouterr().err
+        assert f"checkpoint {UUIDS[0]} of the best result was deleted" in told
+        assert (f"has one as good or better, {manifest.uuid} of batch 5" in told) == is_as_good
+    (version,) = registry(tmp_path).versions("best")
+    assert (version.checkpoint, version.value) == (manifest.uuid, 0.125)
+    assert registry(tmp_path).moves("best")[-1].why.endswith("better at batch 5, which was kept")
+    assert main(["search", "show", "toy", "--json", "--storage", store.url]) == 0
+    assert printed_json(capsys)["best_checkpoint"] == manifest.uuid
 
 
 @pytest.mark.parametrize(
