@@ -250,6 +250,11 @@ class SearchRun:
 
     def run(self, is_new: bool, take_over: bool) -> SearchResult:
         """Own the search, and continue it. Raises as the flow."""
+        if not is_new and not SearchLog(self.store.storage, self.search_id).events:
+            raise CheckpointNotFound(  # else a search would begin under the id of a trial
+                f"search {self.search_id} is not continued: {self.store.url} has no search with "
+                "this id, which may be that of a trial; `trialflow search list` shows the searches"
+            )
         mark = storage_of_run(self.experiment.stopping.server_outage_seconds, self.stopping)
         with own_trial(
             self.store, self.search_id, self.owner, is_new=is_new, take_over=take_over, mark=mark
@@ -272,6 +277,9 @@ class SearchRun:
 
     def _train_what_is_due(self, search: Search) -> None:
         limit = side_by_side(self.experiment)
+        due = sum(plan.concurrent for plan in search.state.plans)
+        if limit == MAX_SIDE_BY_SIDE < due:
+            self._tell(f"{due} trials may be due at a time; at most {limit} train side by side")
         while True:
             self._start_what_is_due(search, limit)
             self._show(search)
@@ -295,7 +303,9 @@ class SearchRun:
         while len(self._running) < limit and not self._ends:
             leg = None
             with self._ending_after_a_failure():
-                leg = search.next({*self._running, *self._left})
+                found = search.next({*self._running, *self._left})
+                self._warn_of_lost_batches(found)
+                leg = found
             if leg is None:
                 return
             leg = self._within_time_budget(leg)
@@ -307,6 +317,23 @@ class SearchRun:
             given: list[Any] = [name, *map(quote, objects)]  # quote: not looked into
             future = train_trial_to_rung.submit(*given)
             future.add_done_callback(partial(self._note_end, leg))
+
+    def _warn_of_lost_batches(self, leg: Leg | None) -> None:
+        """Tell if a trial cannot continue from its rung, as its checkpoints were deleted."""
+        if leg is None or not leg.trial.reached:
+            return
+        newest = self.store.newest(leg.trial.id)
+        at = 0 if newest is None else newest.progress.batches_trained
+        if at < leg.trial.batches and (newest is None or leg.trial.reached[-1].checkpoint):
+            self._tell(
+                f"trial {leg.trial.number} ({leg.trial.id}) is trained again from batch {at}: it "
+                f"had reached batch {leg.trial.batches}, and {self.store.url} has no checkpoint of "
+                f"it after batch {at}"
+            )
+
+    def _tell(self, text: str) -> None:
+        self._logger.warning("%s", text)
+        self._observer.notice(text)
 
     def _note_end(self, leg: Leg, future: PrefectFuture[LegOutcome]) -> None:
         self._ended.put((leg, future))

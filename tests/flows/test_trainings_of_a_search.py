@@ -18,12 +18,14 @@ import trialflow.flows.lifecycle.stop_monitor
 import trialflow.flows.search
 import trialflow.flows.train
 from tests.flows.lifecycle.conftest import set_state
+from tests.support.manifests import commit_files
 from tests.support.slots import TOY
 from tests.support.wire import Wire
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.result import TrialResult, describe_pause
 from trial_core.driver.run import Given
 from trial_core.errors import (
+    CheckpointNotFound,
     CommitConflict,
     ConfigError,
     LaunchError,
@@ -236,6 +238,59 @@ def test_a_trial_that_another_process_trains_is_left_to_it(
     assert wait(config, is_part=True) > 0
     trainings.act = lambda *_: None
     assert trainings.search(result.search).is_over
+
+
+def test_a_trial_is_not_continued_as_a_search(trainings: Trainings) -> None:
+    """Its id is refused before anything is written."""
+    store = CheckpointStore(f"file://{trainings.folder}/checkpoints")
+    store.take_over("toy-0123456789ab", "an attempt")
+    stored = trainings.folder / "checkpoints"
+    before = sorted(stored.rglob("*"))
+    with pytest.raises(CheckpointNotFound, match="has no search with this id, which may be that"):
+        trainings.search("toy-0123456789ab")
+    assert sorted(stored.rglob("*")) == before
+
+
+class Told(Observer):
+    """Keeps what a person has to know."""
+
+    def __init__(self) -> None:
+        self.notices: list[str] = []
+
+    def notice(self, text: str) -> None:
+        self.notices.append(text)
+
+
+@pytest.mark.parametrize("newest", [2, pytest.param(3, marks=pytest.mark.long)])
+def test_a_trial_whose_checkpoint_was_deleted_is_trained_again_with_a_warning(
+    trainings: Trainings, newest: int
+) -> None:
+    """It names the batches; a trial that continues from its rung has none."""
+    store = CheckpointStore(f"file://{trainings.folder}/checkpoints")
+
+    def act(number: int, stopping: StopHandler, result: TrialResult) -> TrialResult:
+        if result.batches_trained == 3:
+            commit_files(store, newest, trial=result.trial)
+        return replace(
+            result, checkpoint_uuid="that of its rung", checkpoint_at=result.validated_at
+        )
+
+    trainings.act = act
+    with observing(told := Told()):
+        trainings.search(max_trials=2)
+    assert (0, 6) in trainings.reached()
+    again = [re.sub(r" \(.*\) ", " ", text).partition(", and")[0] for text in told.notices]
+    assert again == ["trial 0 is trained again from batch 2: it had reached batch 3"][newest - 2 :]
+
+
+def test_a_limit_of_trials_side_by_side_is_told(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, if more are due at a time."""
+    monkeypatch.setattr(trialflow.flows.search, "MAX_SIDE_BY_SIDE", 1)
+    with observing(told := Told()):
+        trainings.search(num_rungs=1, max_trials=2)
+    assert told.notices == ["2 trials may be due at a time; at most 1 train side by side"]
 
 
 def stop_of(number: int, state: Any) -> Callable[[int, StopHandler, TrialResult], None]:

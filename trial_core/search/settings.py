@@ -105,8 +105,9 @@ class SearchSettings(SearcherConfig):
     max_concurrent_trials: Count = Field(
         default=16,
         title="Trials side by side",
-        description="The most trials that are due at a time; 0: no limit. Trials are trained side "
-        "by side as far as there are slots.",
+        description="The most trials that are due at a time. 0: with one rung all; with more, as "
+        "many as bring about one trial to the last rung; when a search continues, as many as "
+        "before. Trials are trained side by side as far as there are slots.",
     )
     divisor: Annotated[float, BeforeValidator(_divisor)] = Field(
         default=4.0,
