@@ -57,7 +57,7 @@ from trial_core.search.search import Leg, Sampler, Search, sampler_of
 from trial_core.search.settings import SearchExperiment
 from trial_core.search.view import best_checkpoint, view_of
 from trialflow.flows.lifecycle.crash_limit import check_crash_limit
-from trialflow.flows.lifecycle.parent_runs import identity_of_run
+from trialflow.flows.lifecycle.parent_runs import identity_of_run, stopping_with
 from trialflow.flows.lifecycle.run_log import readable_task_log
 from trialflow.flows.lifecycle.run_names import search_name
 from trialflow.flows.lifecycle.shared_gpus import has_gpu_limit
@@ -177,7 +177,12 @@ class LegOutcome:
 
 @task(name="train-trial", task_run_name="{name}", cache_policy=NO_CACHE)
 def train_trial_to_rung(
-    name: str, leg: Leg, attempt: str, observer: Observer, fork_servers: ForkServers
+    name: str,
+    leg: Leg,
+    attempt: str,
+    observer: Observer,
+    fork_servers: ForkServers,
+    stopping: StopHandler,
 ) -> LegOutcome:
     """Train a trial to its rung, as a flow run below the search's.
 
@@ -185,10 +190,11 @@ def train_trial_to_rung(
         attempt: identifies the search, which owns the trial.
         observer: gets the events of the trial's run.
         fork_servers: they start the ranks, on this machine.
+        stopping: the search's, with which the training stops.
     """
     part = PartOfTraining(attempt, None if leg.is_last else leg.until)
     try:
-        with observing(observer), fork_servers.one(leg.config):
+        with observing(observer), stopping_with(stopping), fork_servers.one(leg.config):
             state: State[Any] = train(leg.config, trial=leg.trial.id, part=part, return_state=True)
     except (Abort, CancelledRun, Pause) as stop:
         return LegOutcome(stopped=str(stop))
@@ -313,7 +319,7 @@ class SearchRun:
             name = f"{leg.trial.id} to {leg.until.value}"
             observer = self._observer.of_trial(leg.trial.number, leg.trial.id)
             owner = f"{self.search_id}/{leg.trial.number}"
-            objects = [leg, owner, observer, self._fork_servers]
+            objects = [leg, owner, observer, self._fork_servers, self.stopping]
             given: list[Any] = [name, *map(quote, objects)]  # quote: not looked into
             future = train_trial_to_rung.submit(*given)
             future.add_done_callback(partial(self._note_end, leg))

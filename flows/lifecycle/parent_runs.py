@@ -14,7 +14,9 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from uuid import NAMESPACE_URL, UUID, uuid5
@@ -26,13 +28,30 @@ from prefect.context import FlowRunContext, TaskRunContext
 
 from trial_core.config import ExperimentConfig
 from trial_core.errors import TrialflowError
-from trial_core.schedule.stop_requests import StopReason
+from trial_core.schedule.stop_requests import StopHandler, StopReason
 from trialflow.tasks.client_retries import client_retries
 
 _identities: dict[UUID, str] = {}
 """The results of `_identity`, by the ids of subflow runs."""
 _calls: Counter[str] = Counter()
 _lock = threading.Lock()
+_caller: ContextVar[StopHandler | None] = ContextVar("caller", default=None)
+
+
+@contextmanager
+def stopping_with(caller: StopHandler) -> Iterator[None]:
+    """Flow runs that are called inside the block stop when `caller` is asked to, which a server may
+    not show: by a signal, or by the time budget."""
+    token = _caller.set(caller)
+    try:
+        yield
+    finally:
+        _caller.reset(token)
+
+
+def stop_handler_of_caller() -> StopHandler | None:
+    """The stop handler of the run that called this one; None if it gave none."""
+    return _caller.get()
 
 
 def identity_of_run(config: ExperimentConfig) -> str:

@@ -43,7 +43,7 @@ from trialflow.flows.lifecycle.flow_run_state import (
     set_state,
 )
 from trialflow.flows.lifecycle.message_kept import keep_message
-from trialflow.flows.lifecycle.parent_runs import ParentRuns
+from trialflow.flows.lifecycle.parent_runs import ParentRuns, stop_handler_of_caller
 from trialflow.flows.lifecycle.server_outage import ServerOutage, reports_kept
 from trialflow.flows.lifecycle.stop_signals import Interrupted, StopSignals
 from trialflow.flows.server.embedded_server import is_unauthorized
@@ -88,6 +88,7 @@ class StopMonitor:
         # Read here: in a signal handler, `runtime` would call the server.
         self._is_subflow = run is not None and run.parent_task_run_id is not None
         self._parents = ParentRuns(run.parent_task_run_id if run else None)
+        self._caller = stop_handler_of_caller()
         self._ends_with_parent = False
         self._has_queue = has_queue(run)
         self._is_deployed = run is not None and run.deployment_id is not None
@@ -305,6 +306,7 @@ class StopMonitor:
                 if self._stopping.request is not None:  # the second request, as with signals
                     self._stopping.kill_now()
                 self._stopping.ask("preempted", "its worker was stopped")
+            self._check_caller()
             try:
                 self._check_state()
             except NO_ANSWER as error:
@@ -345,6 +347,14 @@ class StopMonitor:
             self._stopping.ask("cancelled", f"its flow run was set to {state.name}")
         else:
             self._check_parents()
+
+    def _check_caller(self) -> None:
+        """Stop with the run that called this one, which may have been asked before this began."""
+        if self._caller is not None and (request := self._caller.request) is not None:
+            self._ends_with_parent = True
+            self._stopping.ask(request.reason, request.detail)
+            if self._caller.has_expired:
+                self._stopping.kill_now()
 
     def _check_parents(self) -> None:
         """Stop this run if the run that it is part of ends: Prefect does not tell it."""

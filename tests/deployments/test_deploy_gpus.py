@@ -25,7 +25,10 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trial_core.config import ExperimentConfig
 from trial_core.errors import LaunchError
+from trial_core.processes.slots.device_locks import reserve_devices
+from trial_core.schedule.stop_requests import StopHandler
 from trialflow.deployments.resources import GpuLimit
+from trialflow.flows.lifecycle.parent_runs import stopping_with
 from trialflow.flows.lifecycle.shared_gpus import GPU_LIMIT, gpu_slots
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.server.prefect_settings import environment
@@ -168,6 +171,33 @@ def test_runs_on_one_machine_have_different_gpus(
         assert [each["CUDA_VISIBLE_DEVICES"] for each in (first, second)] == ["0", "1"]
     with gpu_slots(on(2)) as both:
         assert both["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+@pytest.mark.parametrize("taken", ["slots", "devices"])
+def test_a_run_whose_caller_is_stopped_does_not_wait(
+    client: SyncPrefectClient, two_gpus: GpuLimit, on: On, taken: str
+) -> None:
+    """As a trial of a search: it has nothing to save, and its state says why it ends."""
+    runs = []
+
+    @flow(name="waits-as-a-part")
+    def train() -> None:
+        runs.append(UUID(str(runtime.flow_run.id)))
+        with gpu_slots(on(1)):
+            raise AssertionError("no GPU was free")
+
+    with ExitStack() as others, StopHandler(0) as stopping, stopping_with(stopping):
+        if taken == "slots":
+            others.enter_context(gpu_slots(on(2)))
+        else:
+            others.enter_context(reserve_devices(4, os.environ, lambda: None))
+        stop = threading.Timer(0.2, stopping.ask, ("time budget", "5 s are over"))
+        stop.start()
+        with pytest.raises(Abort, match=r"time budget \(5 s are over\); it waited for GPUs"):
+            train()
+        stop.join()
+    assert client.read_flow_run(runs[0]).state_name == "Cancelled"
+    flush()
 
 
 def test_a_run_that_is_stopped_while_it_waits_is_requeued(

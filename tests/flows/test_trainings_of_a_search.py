@@ -30,6 +30,7 @@ from trial_core.errors import (
     ConfigError,
     LaunchError,
     NonFiniteLoss,
+    Stopped,
     StorageError,
     TrialError,
     TrialflowError,
@@ -39,6 +40,7 @@ from trial_core.processes.machine.run_dirs import locked_run_dir
 from trial_core.schedule.stop_requests import StopHandler
 from trial_core.search.log import Exited, RungReached, SearchLog, searches
 from trial_core.search.settings import SearchExperiment
+from trialflow.flows.lifecycle.parent_runs import stop_handler_of_caller
 from trialflow.flows.lifecycle.stop_monitor import StopMonitor
 from trialflow.flows.search import SearchResult, SearchRun
 from trialflow.flows.server.embedded_server import flush
@@ -330,6 +332,22 @@ def test_a_training_that_is_stopped_otherwise_continues_later(
     trainings.act = lambda *_: None
     assert trainings.search(result.search).is_over
     assert {trial for trial, _ in trainings.reached()} == {0, 1, 2}
+
+
+def test_a_stop_that_the_search_alone_has_seen_reaches_its_trials(trainings: Trainings) -> None:
+    """As the end of its time, or a signal before the trial's run listens to signals."""
+
+    def act(number: int, stopping: StopHandler, result: TrialResult) -> None:
+        caller = stop_handler_of_caller()
+        assert caller is not None
+        caller.ask("time budget", "5 s are over")
+        assert stopping.wait(LIMIT_SECONDS)
+        raise Stopped("nothing to save: training had not begun")
+
+    trainings.act = act
+    result = trainings.search()
+    assert (result.is_over, result.stop_reason) == (False, "time budget (5 s are over)")
+    assert (trainings.exits(), trainings.reached()) == ([], [])
 
 
 def superseded() -> None:

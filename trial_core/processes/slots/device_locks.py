@@ -39,13 +39,17 @@ def locks_folder() -> Path:
 
 @contextmanager
 def reserve_devices(
-    count: int, environment: Mapping[str, str], when_waiting: Callable[[], None]
+    count: int,
+    environment: Mapping[str, str],
+    when_waiting: Callable[[], None],
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, str]]:
     """Reserve `count` devices for the block, and wait until they are free.
 
     Args:
         environment: variables that limit the available devices.
         when_waiting: called once, if the run has to wait.
+        check: called each second while it waits; it may raise.
 
     Yields:
         The variables that make only these devices visible to the ranks.
@@ -64,6 +68,7 @@ def reserve_devices(
             if not has_waited:
                 when_waiting()
             has_waited = True
+            check()
             time.sleep(POLL_SECONDS)
         held = ",".join(str(lock) for _, lock in reserved)
         yield {
