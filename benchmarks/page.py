@@ -171,7 +171,8 @@ FIRST = {
 def latest(history: Iterable[Line]) -> dict[str, Line]:
     """Return the last line of each benchmark: first the benchmarks of `ROWS`, in their order.
 
-    Lines of goodput with another number of ranks, or without ``--every``, measure something else.
+    Lines of goodput with another number of ranks, or without ``--every``, measure something else;
+    so does a line of continuous checkpoints for another machine's storage alone.
     """
     last = {_series(line): line for line in history}
     order = [*ROWS]
@@ -184,8 +185,11 @@ def latest(history: Iterable[Line]) -> dict[str, Line]:
 
 
 def _series(line: Line) -> str:
-    ranks = line.get("figures", {}).get("every_ranks")
-    return line["name"] if ranks is None else f"{line['name']} --every, {ranks:g} ranks"
+    figures = line.get("figures", {})
+    if "every_ranks" in figures:
+        return f"{line['name']} --every, {figures['every_ranks']:g} ranks"
+    is_remote = "remote_overhead_percent" in figures and "overhead_percent" not in figures
+    return f"{line['name']}, remote" if is_remote else line["name"]
 
 
 def table(history: Iterable[Line]) -> str:

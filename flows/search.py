@@ -310,10 +310,10 @@ class SearchRun:
             leg = None
             with self._ending_after_a_failure():
                 found = search.next({*self._running, *self._left})
-                self._warn_of_lost_batches(found)
                 leg = found
             if leg is None:
                 return
+            self._warn_of_lost_batches(leg)
             leg = self._within_time_budget(leg)
             self._running[leg.trial.number] = leg
             name = f"{leg.trial.id} to {leg.until.value}"
@@ -324,11 +324,14 @@ class SearchRun:
             future = train_trial_to_rung.submit(*given)
             future.add_done_callback(partial(self._note_end, leg))
 
-    def _warn_of_lost_batches(self, leg: Leg | None) -> None:
+    def _warn_of_lost_batches(self, leg: Leg) -> None:
         """Tell if a trial cannot continue from its rung, as its checkpoints were deleted."""
-        if leg is None or not leg.trial.reached:
+        if not leg.trial.reached:
             return
-        newest = self.store.newest(leg.trial.id)
+        try:
+            newest = self.store.newest(leg.trial.id)
+        except CheckpointError:
+            return  # its training reads them again, and has the error
         at = 0 if newest is None else newest.progress.batches_trained
         if at < leg.trial.batches and (newest is None or leg.trial.reached[-1].checkpoint):
             self._tell(

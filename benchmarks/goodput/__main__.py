@@ -91,7 +91,7 @@ def both(
             shutil.copytree(folder, logs, ignore=only_records, dirs_exist_ok=True)
     disturbed.left += killed_after_a_while(before)
     if arguments.every:
-        return counted(undisturbed, disturbed)
+        return counted(undisturbed, disturbed, arguments.seconds)
     return compared(undisturbed, disturbed, failures)
 
 
@@ -125,23 +125,25 @@ def compared(
     }
 
 
-def counted(undisturbed: Outcome, disturbed: Outcome) -> dict[str, Any]:
-    """Return the results of a contestant whose ranks were killed again and again."""
+def counted(undisturbed: Outcome, disturbed: Outcome, limit: float) -> dict[str, Any]:
+    """Return the results of a contestant whose ranks were killed for so many seconds."""
+    seconds = max(disturbed.seconds, limit)  # the end counts, if no batch came any more
     batches = len(disturbed.weights)
     pace = undisturbed.seconds / (len(undisturbed.weights) - 1)
-    same = {batch: disturbed.weights[batch] for batch in undisturbed.weights if batch <= batches}
+    both = undisturbed.weights.keys() & disturbed.weights.keys()
+    same = {batch: disturbed.weights[batch] for batch in both}
     departures = [first_difference(same, undisturbed.weights), disturbed.changed]
     return {
         "failures": len(disturbed.failed),
-        "seconds": disturbed.seconds,
+        "seconds": seconds,
         "batches": batches,
-        "goodput": (batches - 1) * pace / disturbed.seconds,
+        "goodput": (batches - 1) * pace / seconds,
         "counted": batches / disturbed.trained,
         "missing": max(disturbed.weights) - batches,
         "twice": disturbed.twice,
         "twice_seconds": disturbed.twice * pace,
         "gaps": disturbed.gaps,
-        "hands": disturbed.hands,
+        "hands": disturbed.hand_count,
         "departed_at": min((it for it in departures if it is not None), default=None),
         "left": [*undisturbed.left, *disturbed.left],
     }
@@ -155,7 +157,7 @@ def shown_repeated(results: dict[str, dict[str, Any]]) -> str:
     rows += [
         f"| {name} | {it['failures']} | {it['batches']} | {it['goodput']:.3f} "
         f"| {it['counted']:.3f} | {statistics.median(it['gaps']):.2f} | {it['twice']} "
-        f"| {len(it['hands'])} | {'yes' if it['departed_at'] is None else it['departed_at']} "
+        f"| {it['hands']} | {'yes' if it['departed_at'] is None else it['departed_at']} "
         f"| {len(it['left'])} |"
         for name, it in results.items()
     ]
@@ -198,7 +200,7 @@ def concluded_repeated(results: dict[str, dict[str, Any]], every: float, ranks: 
             f"every_failures_{name}": it["failures"],
             f"every_gap_seconds_{name}": statistics.median(it["gaps"]),
             f"every_twice_seconds_{name}": it["twice_seconds"] / it["failures"],
-            f"every_hands_{name}": len(it["hands"]),
+            f"every_hands_{name}": it["hands"],
             f"every_missing_batches_{name}": it["missing"],
             f"every_departed_{name}": it["departed_at"] is not None,
             f"every_processes_left_{name}": len(it["left"]),
@@ -262,6 +264,8 @@ def main() -> None:
     os.environ.pop("PREFECT_API_URL", None)
     os.environ["PYTHONPATH"] = str(ROOT)
     outage_batches = round(arguments.outage / arguments.batch_seconds)
+    if arguments.every and arguments.seconds < 2 * arguments.every:
+        parser.error("--seconds: give at least twice the time of --every")
     if arguments.every:
         plan = (arguments.every, arguments.seconds, arguments.ranks, arguments.seed)
         failures = repeated(*plan)

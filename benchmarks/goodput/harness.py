@@ -63,6 +63,7 @@ class Outcome:
         gaps: seconds from each failure to the end of the first batch of a new process.
         failed: kind of each failure, seconds since the first batch, and the last batch before it.
         hands: by kind of failure, the reason for a hand.
+        hand_count: how often there was one.
         left: command lines of processes that outlived their run, or their launcher at a hand.
         curve: (seconds since the first batch, batch) at some batches.
     """
@@ -72,6 +73,7 @@ class Outcome:
     weights: dict[int, int]
     failed: list[tuple[str, float, int]]
     hands: dict[str, str] = field(default_factory=dict)
+    hand_count: int = 0
     left: list[str] = field(default_factory=list)
     curve: list[tuple[float, int]] = field(default_factory=list)
     changed: int | None = None
@@ -159,6 +161,7 @@ class Harness:
         self._ranks = job.micro_batches
         self._failed: list[tuple[str, float]] = []
         self._hands: dict[str, str] = {}
+        self._hand_count = 0
         self._outlived: list[str] = []
         self._away_until = 0.0
 
@@ -176,21 +179,20 @@ class Harness:
             _killed(below(self._around))
             raise
         outcome = summed_up(self._lines(0), self._failed)
-        outcome.hands = self._hands
+        outcome.hands, outcome.hand_count = self._hands, self._hand_count
         outcome.left = self._outlived + killed_after_a_while(self._around)
         return outcome
 
     def _see_it_through(self) -> None:
-        hands = 0
         while not self._is_done():
             time.sleep(POLL_SECONDS)
             if self._failures and self._is_ready():
                 self._fail(self._failures.pop(0))
             elif why := self._needs_hand():
                 self._lend_hand(why)
-                hands += 1
-            if hands > MOST_HANDS:
-                raise TimeoutError(f"{hands} hands did not bring the run to its end")
+                self._hand_count += 1
+            if self._hand_count > MOST_HANDS:
+                raise TimeoutError(f"{self._hand_count} hands did not bring the run to its end")
         if self._seconds is not None:
             self._run.stop()
         deadline = time.time() + END_SECONDS

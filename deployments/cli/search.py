@@ -275,7 +275,7 @@ def kept_best(store: CheckpointStore, view: SearchView) -> Manifest | None:
         if found is not None:
             instead = f"its trial has one as good or better, {found.uuid} of batch "
             instead += str(found.progress.batches_trained)
-        console.note(f"checkpoint {recorded} of the best result was deleted; {instead}")
+        console.note(f"checkpoint {recorded} of the best result is gone or damaged; {instead}")
     return found
 
 

@@ -62,6 +62,15 @@ def test_goodput_with_repeated_failures_is_a_row_for_each_number_of_ranks() -> N
     assert [*found.values()] == [lines[0], lines[3], lines[2]]
 
 
+def test_a_line_of_one_part_of_continuous_checkpoints_replaces_no_other() -> None:
+    """That of a storage on another machine."""
+    both = {"overhead_percent": 40, "remote_overhead_percent": 9}
+    lines = [
+        {"name": "continuous", "figures": each} for each in (both, {"remote_overhead_percent": 4})
+    ]
+    assert [*latest(lines).values()] == lines
+
+
 def test_cases_share_a_row() -> None:
     """With their intervals; one that misses the target is enough."""
     figures = {"ratio_1_rank": 1.0, "ratio_2_ranks": 1.5}

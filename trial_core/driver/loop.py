@@ -273,10 +273,15 @@ class Loop:
         launch.has_saved(trained)
         call_hook(launch, "on_checkpoint_write_end", trained)
         call_hook(launch, "on_checkpoint_end", trained)
+        launch.has_refused = False
         self._uploads.start(staged)
-        if self._saves_continuously:
-            self._uploads.call_at_end(launch.slots.break_training)
+        self._uploads.call_at_end(self._upload_ended)
         return progress.after_checkpoint()
+
+    def _upload_ended(self) -> None:
+        """End the train-workload if a checkpoint is due. Called in another thread."""
+        if self._saves_continuously or self._launch.has_refused:
+            self._launch.slots.break_training()
 
     def _stored(self, finish: Callable[[], None], progress: Progress) -> Progress:
         """Finish the upload. If a rank has copied it wrongly, a checkpoint is due at once.

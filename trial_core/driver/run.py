@@ -244,6 +244,7 @@ class Launch:
         world_size: the number of ranks of this launch; 0 before that is known.
         script_events: the reports of a script, and in the end its results.
         has_failed: True once an error has ended the launch; stages of the user's own are killed.
+        has_refused: True if the last upload was refused, as a rank had copied changed weights.
     """
 
     slots: SlotGroup
@@ -259,6 +260,7 @@ class Launch:
         self.status = LaunchStatus()
         self.losses = LossWatch(run.config.stopping.fail_on_non_finite_loss)
         self.has_failed = False
+        self.has_refused = False
         self._moves_at_checkpoint: str | None = None
 
     def ask(

@@ -16,7 +16,7 @@ from trial_core.checkpoint.storage.base import Storage
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.common import text_format
 from trial_core.config.search_ranges import ranges_of
-from trial_core.errors import CheckpointNotFound, SearchError
+from trial_core.errors import CheckpointDamaged, CheckpointNotFound, SearchError
 from trial_core.search.log import RungReached, SearchEvent, SearchLog, searches
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment, as_recorded
@@ -184,15 +184,15 @@ def stored_view(storage: Storage, search: str) -> SearchView:
 
 
 def best_checkpoint(store: CheckpointStore, view: SearchView) -> Manifest | None:
-    """The checkpoint of the best result. If that was deleted, the best one of its trial, if it is
-    as good: a trial that validates between rungs keeps that. None if there is none. Raises
-    CheckpointError."""
+    """The checkpoint of the best result. If that was deleted or is unreadable, the best one of its
+    trial, if it is as good: a trial that validates between rungs keeps that. None if there is none.
+    Raises StorageError."""
     if view.state.best is None or (uuid := view.state.best[1].checkpoint) is None:
         return None
     trial, _, metric = view.ranked[0]
     try:
         return store.open(uuid)
-    except CheckpointNotFound:
+    except (CheckpointNotFound, CheckpointDamaged):
         kept = best_of_trial(store.list(trial.id)) if layout.is_name(trial.id) else None
     value = None if kept is None else own_metric(kept, view.metric)
     return kept if value is not None and view.sign * value <= view.sign * metric else None

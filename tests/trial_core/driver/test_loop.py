@@ -124,6 +124,7 @@ class Recorded(Observer):
             done, self._upload = self._upload, None
             if (batches := int(self._staged[5:])) in self.refused_at:
                 self.refused_at = self.refused_at - {batches}
+                self.launch.has_refused = True
                 done.set_exception(WeightsChanged("rank 1: the trial has changed weights"))
                 return
             done.set_result(SimpleNamespace(uuid=self._staged, progress=Progress(batches)))
@@ -437,6 +438,7 @@ def test_a_checkpoint_that_ranks_copied_wrongly_is_saved_again(
     assert all(before[1] == after[0] for before, after in pairwise(trained))
     seen = [call.split() for call in stages.calls if call.startswith(("save", "release"))]
     assert [of if what == "save" else f"release-{of[5:]}" for what, of in seen] == saved.split()
+    assert stages.calls.count("break") == 1  # the workload that trains meanwhile
     (notice,) = stages.notices
     assert "is not stored: rank 1: the trial has changed weights. The ranks save again" in notice
     assert (result.checkpoint_uuid, result.checkpoint_at) == (

@@ -139,6 +139,7 @@ def _upload(
         if result.problem:
             raise StorageError(prefix_rank(rank, result.problem))
         if result.mistake:
+            launch.has_refused = result.has_changed
             kind = WeightsChanged if result.has_changed else CheckpointRefused
             raise kind(prefix_rank(rank, result.mistake))
     return {rank: result.files for rank, result in enumerate(persisted)}
