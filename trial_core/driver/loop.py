@@ -303,7 +303,8 @@ class Loop:
             launch.status.saved_at = self._saved_before
             launch.ask(ReleaseStaging(uuid=staged.uuid), Done)
             if run.fence is not None and not launch.should_stop:  # else the next run sweeps
-                sweep_leftovers(run.store, run.trial, run.fence, run.logger)
+                leftover_of = "the refused upload"
+                sweep_leftovers(run.store, run.trial, run.fence, run.logger, leftover_of)
             return progress.after_refusal(staged.progress)
         return progress
 

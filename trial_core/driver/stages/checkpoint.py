@@ -38,15 +38,17 @@ from trial_core.messages import (
 from trial_core.schedule.sequencer import Progress
 
 
-def sweep_leftovers(store: CheckpointStore, trial: str, fence: Fence, logger: AnyLogger) -> None:
-    """Delete the uncommitted files of dead attempts at the trial.
+def sweep_leftovers(
+    store: CheckpointStore, trial: str, fence: Fence, logger: AnyLogger, of: str = "a dead attempt"
+) -> None:
+    """Delete the uncommitted files of dead attempts at the trial. The log names them with `of`.
 
     A storage failure is a warning: the next run tries again. Raises Superseded if another run has
     taken the trial over.
     """
     try:
         for swept in store.sweep(trial, fence):
-            logger.info("deleted leftovers of a dead attempt: %s", swept)
+            logger.info("deleted leftovers of %s: %s", of, swept)
     except StorageError as error:
         logger.warning("leftovers of dead attempts are not deleted: %s", error)
 
