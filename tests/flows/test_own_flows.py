@@ -22,6 +22,7 @@ from tests.support.prefect_worker import assert_a_cancel_saves
 from tests.support.slots import lines
 from tests.support.ways_to_stop import Stage, Worker, own_flow_in_tasks
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.config import ExperimentConfig
 from trial_core.errors import CheckpointNotFound, ConfigError
 from trial_core.export.export_checkpoint import ExportRequest
 from trial_core.models.registry import Registry
@@ -232,10 +233,11 @@ def test_an_async_flow_trains_beside_itself(prefect_server: PrefectServer, here:
 def test_forms_ask_for_no_result() -> None:
     """A deployment's form has the experiment's fields, as before."""
     for each in (evaluate, train):
-        config = parameter_schema(each.fn).properties["config"]
-        assert config.get("$ref", config.get("allOf", [{}])[0].get("$ref")) == (
-            "#/definitions/ExperimentConfig"
-        )
+        schema = parameter_schema(each.fn)
+        config = schema.properties["config"]
+        named = config.get("$ref", config.get("allOf", [{}])[0].get("$ref"))
+        fields = schema.definitions[named.removeprefix("#/definitions/")]["properties"]
+        assert fields.keys() == ExperimentConfig.model_fields.keys()
     start = parameter_schema(train.fn).properties["start"]
     assert {each["type"] for each in start["anyOf"]} == {"string", "null"}
 
