@@ -25,6 +25,11 @@ from trial_core.rank.state_files.imported_weights import imported_weights
 
 _logger = logging.getLogger(__name__)
 
+_OF_PRECISION = frozenset(
+    {"optimizer_state_dict", "param_groups", "dynamic_loss_scale", "cur_scale"}
+)
+"""What an optimizer's state without ZeRO has either in 16 bits or in fp32 alone."""
+
 
 def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
     """Load an engine's whole state. Collective: every rank calls this.
@@ -36,7 +41,7 @@ def load_engine(engine: DeepSpeedEngine, folder: Path, tag: str) -> None:
         with _secondary_copies_renewed(engine):
             _load_checkpoint(engine, folder, tag, "load")
     except KeyError as error:
-        if engine.zero_optimization():
+        if engine.zero_optimization() or error.args[0] not in _OF_PRECISION:
             raise
         raise CheckpointError(
             f"{tag} of the checkpoint has no {error} for DeepSpeed's "

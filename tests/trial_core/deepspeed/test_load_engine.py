@@ -91,6 +91,24 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, layers: int, messa
     assert str(refusal.value) == f"the checkpoint was saved by another model; {message}"
 
 
+@pytest.mark.parametrize(
+    ("missing", "refusal"), [("param_groups", CheckpointError), ("momentum_buffer", KeyError)]
+)
+def test_only_a_state_of_another_precision_is_called_so(
+    tmp_path: Path, missing: str, refusal: type[Exception]
+) -> None:
+    """Without ZeRO. Anything else may be missing, too, as for a trial's own optimizer."""
+    engine: Any = SimpleNamespace(
+        module=torch.nn.Linear(1, 1), _config=SimpleNamespace(load_universal_checkpoint=False),
+        optimizer=None, zero_optimization=lambda: False,
+        load_checkpoint=lambda *_, **__: {}[missing],
+    )  # fmt: skip
+    (tmp_path / "model0").mkdir()
+    (tmp_path / "model0" / "mp_rank_00_model_states.pt").touch()
+    with pytest.raises(refusal, match=missing):
+        load_engine(engine, tmp_path, "model0")
+
+
 def saved(shapes: dict[str, tuple[int, ...]]) -> dict[str, SavedWeight]:
     return {
         name: SavedWeight(torch.Size(shape), torch.float32, partial(torch.full, shape, 7.0))
