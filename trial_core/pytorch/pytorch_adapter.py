@@ -22,6 +22,7 @@ from trial_core.pytorch.pytorch_state import (
     GRADIENTS_FOLDER,
     MODELS,
     OPTIMIZERS,
+    SCHEDULERS,
     STATE_FILE,
     WEIGHTS,
     load_gradients,
@@ -61,6 +62,7 @@ class PyTorchTrialAdapter(TrialAdapter):
     pads_evaluation = True
     shares_buffers = True
     reports_metrics = True
+    entries_of_parts: Mapping[str, str] = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
     needs_data = True
 
     def __init__(self, trial: PyTorchTrial, context: PyTorchTrialContext) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -185,19 +185,27 @@ class Snapshots:
             return RestoredSettings()
         built, saved = self.built, read_settings(folder / STATE_FOLDER)
         told = RestoredSettings(is_known=not compares)
-        if saved is not None and built is not None:
+
+        def check(require: Callable[..., None], *arguments: Any) -> None:
+            nonlocal built, told
             try:
-                built.require_same_types(saved)
+                if saved is not None and built is not None:
+                    require(built, saved, *arguments)
             except CheckpointError as error:
                 if compares:
                     raise
                 # The trial may choose the class by its machine.
                 built, told = None, RestoredSettings(not_kept=[str(error)])
-        of_adapter = adapter.read_hook_state(folder, self._reader)
-        state.update(of_adapter)
+
+        check(BuiltSettings.require_same_types)
+        read = adapter.read_hook_state(folder, self._reader)
+        state.update(read)
+        counts = _counts(adapter.entries_of_parts, state)
         for callback in adapter.callbacks.values():
             callback.on_checkpoint_load_start(state)
-        of_adapter = _taken_out(state, of_adapter)
+        of_adapter = _taken_out(state, read)
+        left = _counts(adapter.entries_of_parts, of_adapter)
+        check(BuiltSettings.require_same_counts, [x for x in left if left[x] != counts[x]])
         adapter.load(folder, self._reader, of_adapter, reshape=remap is not None)
         self._verifies = False
         if saved is not None and built is not None:
@@ -265,6 +273,12 @@ class Snapshots:
                 reserve = int(self._distributed.broadcast_local(free_bytes() // 2))
                 self._memory = MemoryFiles(None, reserve)
         return self._memory
+
+
+def _counts(names: Mapping[str, str], state: Mapping[str, Any]) -> dict[str, int | None]:
+    """The lengths of the named entries of `state`; None for one that it lacks."""
+    found = {kind: state.get(name) for kind, name in names.items()}
+    return {kind: None if each is None else len(each) for kind, each in found.items()}
 
 
 def _taken_out(state: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from trial_core.rank.rank_state import STATE_FOLDER, write_rank_state
 from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.late_copies import collecting, finish_copies
 from trial_core.rank.state_files.safe_load import Reader
-from trial_core.rank.state_files.settings_parts import OptimizerPart
+from trial_core.rank.state_files.settings_parts import OptimizerPart, SchedulePart
 from trial_core.rank.state_files.tensor_files import write_tensors
 from trial_core.rank.trial.context import RunInfo
 
@@ -152,7 +152,7 @@ def test_settings_from_elsewhere_are_told(tmp_path: Path, built: Any) -> None:
     ours, weights = snapshots(tmp_path), [torch.nn.Parameter(torch.zeros(2))]
     ours._adapter.load = lambda *_, **__: None
     ours._adapter.read_hook_state = lambda *_: {}
-    ours._adapter.callbacks = {}
+    ours._adapter.callbacks, ours._adapter.entries_of_parts = {}, {}
     settings = [
         BuiltSettings([OptimizerPart(each(weights, lr=rate), [])])
         for each, rate in ((torch.optim.SGD, 0.1), (built, 0.2))
@@ -169,6 +169,41 @@ def test_settings_from_elsewhere_are_told(tmp_path: Path, built: Any) -> None:
         assert "was of SGD when the checkpoint was saved" in told.not_kept[0]
         with pytest.raises(CheckpointError, match="was of SGD when the checkpoint was saved"):
             ours.restore("u", {})
+
+
+@pytest.mark.parametrize("left", [None, 1, 2])
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_callback_may_remove_the_states_of_parts(
+    tmp_path: Path, left: int | None, compares: bool
+) -> None:
+    """Of two schedulers, when the trial has built one: all of them, one, or none. Then it says how
+    many there are to be, or that the settings are not compared."""
+    ours, optimizer = snapshots(tmp_path), torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for _ in range(2)]
+
+    def remove(state: dict[str, Any]) -> None:
+        del state["of schedulers"][left or 0 :]
+        if left is None:
+            del state["of schedulers"]
+
+    loaded: list[Any] = []
+    ours._adapter.load = lambda *given, **_: loaded.append(given[2])
+    ours._adapter.read_hook_state = lambda *_: {"of schedulers": [{}, {}]}
+    ours._adapter.entries_of_parts = {"scheduler": "of schedulers"}
+    callback = SimpleNamespace(on_checkpoint_load_start=remove, load_state_dict=lambda _: None)
+    ours._adapter.callbacks = {"callback": callback}
+    folder = tmp_path / "restored" / "u" / STATE_FOLDER
+    folder.mkdir(parents=True)
+    BuiltSettings(SchedulePart(each, schedules) for each in schedules).write(folder, {})
+    ours.built = BuiltSettings([SchedulePart(schedules[0], schedules[:1])])
+    state: dict[str, Any] = {"callbacks": {"callback": {}}}
+    if left == 2 and compares:
+        with pytest.raises(CheckpointError, match="saved with 2 schedulers, and the trial has bui"):
+            ours.restore("u", state)
+        return
+    told = ours.restore("u", state, compares=compares)
+    assert loaded == [{} if left is None else {"of schedulers": [{}] * left}]
+    assert len(told.not_kept) == (left == 2)
 
 
 def test_an_upload_waits_for_late_copies(tmp_path: Path) -> None:

@@ -94,14 +94,6 @@ class BuiltSettings:
         Raises:
             CheckpointError: it is of other optimizers or schedulers, or of other groups.
         """
-        for kind in ("optimizer", "scheduler"):
-            count, count_then = _count(kind, self._parts), _count(kind, saved.parts)
-            if count != count_then:
-                raise CheckpointError(
-                    f"the checkpoint was saved with {plural(count_then, kind)}, and the trial has "
-                    f"built {count}: their states do not fit. Build {count_then}, "
-                    f"{_WEIGHTS_ALONE}"
-                )
         for index, part, before in self._pairs(saved):
             if part.kind in ("optimizer", "scheduler") and not part.continues(before.type):
                 then = clean(before.type)
@@ -116,6 +108,24 @@ class BuiltSettings:
                     f"optimizer {index} was built with {plural(groups_then, 'parameter group')} "
                     f"when the checkpoint was saved, and with {groups} now: their states do not "
                     f"fit. Build {groups_then}, {_WEIGHTS_ALONE}"
+                )
+
+    def require_same_counts(self, saved: SavedSettings, removed: Collection[str] = ()) -> None:
+        """Check, before a restore, that the checkpoint is of as many optimizers and schedulers.
+
+        Args:
+            removed: kinds of parts, of whose states a callback has removed or added some.
+
+        Raises:
+            CheckpointError: it is of more or fewer.
+        """
+        for kind in ("optimizer", "scheduler"):
+            count, count_then = _count(kind, self._parts), _count(kind, saved.parts)
+            if count != count_then and kind not in removed:
+                raise CheckpointError(
+                    f"the checkpoint was saved with {plural(count_then, kind)}, and the trial has "
+                    f"built {count}: their states do not fit. Build {count_then}, "
+                    f"{_WEIGHTS_ALONE}"
                 )
 
     def apply(

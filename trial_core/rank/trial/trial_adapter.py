@@ -48,6 +48,8 @@ class TrialAdapter(ABC):
         saves_plainly, loads_plainly: True, on all ranks, if `save` and `load` run no method of the
             trial of that name, which may read any file.
         chief_hooks: the callbacks' hooks that rank 0 alone calls.
+        entries_of_parts: for a kind of `SettingsPart`, the entry of `hook_state` that lists their
+            states.
         checkpoint_classes: classes besides plain data that the shards hold, all of them safe to
             construct.
     """
@@ -76,6 +78,7 @@ class TrialAdapter(ABC):
     saves_plainly: bool = True
     loads_plainly: bool = True
     chief_hooks: frozenset[str] = frozenset()
+    entries_of_parts: Mapping[str, str] = {}
     checkpoint_classes: Sequence[Any]
 
     def __init__(self, trial: Any, context: Any) -> None:
