@@ -27,7 +27,12 @@ from trial_core.checkpoint.weights.model_files import facts_folder, write_facts
 from trial_core.deepspeed.checkpoint_engine import CHECKPOINT_CLASSES, snapshot_checkpoint_engines
 from trial_core.deepspeed.config_check import config_of
 from trial_core.deepspeed.context import DeepSpeedTrialContext
-from trial_core.deepspeed.engine_settings import EngineOptimizer, engine_parts
+from trial_core.deepspeed.engine_settings import (
+    EngineOptimizer,
+    engine_parts,
+    names_of_copied,
+    require_same_order,
+)
 from trial_core.deepspeed.export.pipeline_weights import layer_name, tied_layers
 from trial_core.deepspeed.mpu import check_mpu
 from trial_core.deepspeed.reshard.reshard_loader import (
@@ -84,7 +89,7 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         self.loads_plainly = not self._overrides("load")
         parameters = (each for module in self.modules for each in module.parameters())
         self._required_grad = [(each, each.requires_grad) for each in parameters]
-        self.optimizers = list(_base_optimizers(context.models))
+        self.optimizers = [each.basic_optimizer for each in _with_optimizer(context.models)]
         first = context.models[0]
         is_pipeline = context.use_pipeline_parallel
         self.data_parallel_rank = context.mpu.data_parallel_rank
@@ -216,7 +221,8 @@ class DeepSpeedTrialAdapter(TrialAdapter):
 
     def setting_parts(self) -> list[SettingsPart]:
         named = self.named_modules
-        optimizers = [EngineOptimizer(each, self.schedulers, named) for each in self.optimizers]
+        engines = _with_optimizer(self._context.models)
+        optimizers = [EngineOptimizer(each, self.schedulers, named) for each in engines]
         return [*optimizers, *engine_parts(self._context.models, self.schedulers)]
 
     def set_training(self, training: bool) -> None:
@@ -255,6 +261,8 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             stack.enter_context(self._trained_as_built())
             stack.enter_context(snapshot_checkpoint_engines(engines, folder, reader=reader))
             saved = read_parameters(folder / STATE_FOLDER)
+            for engine, then in zip(_with_optimizer(engines), saved, strict=False):
+                require_same_order(names_of_copied(engine, self.named_modules), then)
             stack.enter_context(states_by_name(self.optimizers, self.named_modules, saved))
             stack.enter_context(optimizers_loaded_in_place(self.optimizers))
             if reshape or self._is_converted(folder, reader):
@@ -405,11 +413,9 @@ def _forget_pipeline(engine: PipelineEngine) -> None:
         p2p._grid = None
 
 
-def _base_optimizers(engines: Sequence[DeepSpeedEngine]) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers that DeepSpeed has wrapped."""
-    for engine in engines:
-        if isinstance(engine.basic_optimizer, torch.optim.Optimizer):
-            yield engine.basic_optimizer
+def _with_optimizer(engines: Sequence[DeepSpeedEngine]) -> list[DeepSpeedEngine]:
+    """The engines in which DeepSpeed has wrapped an optimizer."""
+    return [each for each in engines if isinstance(each.basic_optimizer, torch.optim.Optimizer)]
 
 
 def _is_managed(engine: DeepSpeedEngine) -> bool:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+from torch.nn import Module
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trial_core.common.text_format import is_finite_number
+from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.parameter_order import names_in, saved_places
 from trial_core.rank.state_files.settings_parts import (
     OptimizerPart,
     SavedPart,
@@ -49,11 +53,37 @@ class EngineOptimizer(OptimizerPart):
     """An optimizer within an engine.
 
     DeepSpeed takes another class of its own, with the same state, where the optimizer is offloaded
-    or ``torch_adam`` changes.
+    or ``torch_adam`` changes. In 16 bits without ZeRO, it keeps the state of copies in fp32: their
+    names are those of the parameters.
     """
+
+    def __init__(
+        self, engine: DeepSpeedEngine, schedulers: Sequence[Any], modules: Sequence[Module] = ()
+    ) -> None:
+        super().__init__(engine.basic_optimizer, schedulers, modules)
+        if not self.parameters:
+            self.parameters = names_of_copied(engine, modules)
 
     def continues(self, type_then: str) -> bool:
         return _family(self.type) == _family(type_then)
+
+
+def names_of_copied(engine: DeepSpeedEngine, modules: Sequence[Module]) -> list[str]:
+    """The names of the parameters of which an engine in 16 bits without ZeRO has copies in fp32."""
+    is_zero = engine.zero_optimization()
+    groups = () if is_zero else getattr(engine.optimizer, "fp16_groups", ())
+    return names_in(modules, chain.from_iterable(groups))
+
+
+def require_same_order(now: Sequence[str], then: Sequence[str]) -> None:
+    """Check that copies have the places at which they were saved. Raises CheckpointError if not."""
+    if saved_places(now, then) != [*range(len(now))]:
+        raise CheckpointError(
+            "the optimizer's parameters are in another order than when the checkpoint was saved, "
+            "and without ZeRO, DeepSpeed loads its fp32 weights in 16 bits by their places. Define "
+            "the layers, and give them to the optimizer, in the order that was saved, or load only "
+            "the weights: searcher.source_weights_only=true"
+        )
 
 
 def _family(name: str) -> str:

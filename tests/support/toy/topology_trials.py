@@ -50,7 +50,7 @@ class Assorted(torch.nn.Module):
 
 class AnyTopology(ToyTrial):
     """More hyperparameters: batch (samples), bf16, zero, seed, frozen_seed (of frozen weights),
-    reverse (parameters are in the reverse order)."""
+    reverse (parameters are in the reverse order), config (more of DeepSpeed's)."""
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
         self.context = context
@@ -104,6 +104,7 @@ class AnyTopology(ToyTrial):
             "zero_optimization": zero,
             "steps_per_print": 1000000,
         }
+        config.update(self.hparams.get("config", {}))
         return {**config, "bf16": {"enabled": True}} if self.hparams.get("bf16") else config
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:

@@ -30,14 +30,16 @@ from trial_core.deepspeed.reshard.parameter_state import (
 from trial_core.deepspeed.reshard.saved_state import SourceEngine
 from trial_core.errors import CheckpointError
 
+ZERO_OPTIMIZERS = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
+"""DeepSpeed's classes whose state can be resharded."""
+
 
 def check_engine(engine: DeepSpeedEngine) -> None:
     """Check that an engine's state can be resharded. Raises CheckpointError, which says why not."""
-    known = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
     unsupported = None
     if engine.has_moe_layers and _divides_experts(engine):
         unsupported = "experts that the ranks divide (ep_size > 1, or AutoEP)"
-    elif engine.zero_optimization() and type(engine.optimizer) not in known:
+    elif engine.zero_optimization() and type(engine.optimizer) not in ZERO_OPTIMIZERS:
         unsupported = f"DeepSpeed's {type(engine.optimizer).__name__}"
     if unsupported is not None:
         raise CheckpointError(

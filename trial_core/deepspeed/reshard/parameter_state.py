@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
 from trial_core.errors import CheckpointError
+from trial_core.rank.state_files.parameter_order import saved_places
 
 Groups = list[dict[str, Any]]
 
@@ -185,13 +187,14 @@ def parameters_from_full_state(
     module: Mapping[str, Any] | None,
     optimizer: Mapping[str, Any] | None,
     target_groups: Sequence[Shapes],
+    names: Sequence[str] = (),
 ) -> tuple[dict[str, ParameterState], Groups]:
     """The parameters' state, and the optimizer's groups, as saved without ZeRO.
 
     `module` and `optimizer` are state dicts; the module's is None for a pipeline. `target_groups`
     are the parameters that the live engine trains, by optimizer group, since the optimizer's has
-    indices in place of names. Raises CheckpointError if the state cannot be matched with the
-    parameters.
+    indices in place of names; `names` has the name of each index, or is empty if they are not
+    known. Raises CheckpointError if the state cannot be matched with the parameters.
     """
     unsupported = None
     if optimizer is None or "param_groups" not in optimizer:
@@ -206,6 +209,7 @@ def parameters_from_full_state(
     groups: Groups = optimizer["param_groups"]
     require_group_count(len(groups), len(target_groups))
     found: dict[str, ParameterState] = {}
+    places = list[tuple[int, int]]()
     for group, (saved, wanted) in enumerate(zip(groups, target_groups, strict=True)):
         indices = list(saved["params"])
         if len(indices) != len(wanted):  # frozen parameters have an index, but no state
@@ -216,13 +220,18 @@ def parameters_from_full_state(
                 f"checkpoint was saved, and has {len(wanted)} now; resume the same model with the "
                 "same groups"
             )
-        for index, name in zip(indices, wanted, strict=True):
-            if name not in module:
-                raise CheckpointError(
-                    f"the checkpoint has no parameter {name}; resume the model that saved it"
-                )
-            state = optimizer["state"].get(index, {})
-            found[name] = _full_parameter(name, module[name], group, state)
+        places += [(group, index) for index in indices]
+    is_known = len(names) == sum(len(each["params"]) for each in groups)
+    then = [names[index] for _, index in places] if is_known else []
+    now = [*chain.from_iterable(target_groups)]
+    for name, place in zip(now, saved_places(now, then), strict=True):
+        if name not in module:
+            raise CheckpointError(
+                f"the checkpoint has no parameter {name}; resume the model that saved it"
+            )
+        group, index = places[place]
+        state = optimizer["state"].get(index, {})
+        found[name] = _full_parameter(name, module[name], group, state)
     return found, groups
 
 

@@ -16,16 +16,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from trial_core.deepspeed.checkpoint_engine import checkpoint_engines_replaced
 from trial_core.deepspeed.reshard.live_state import (
+    ZERO_OPTIMIZERS,
     check_engine,
     frozen_fragments,
     full_optimizer_state,
@@ -41,6 +42,9 @@ from trial_core.deepspeed.reshard.saved_state import (
     rank_files,
 )
 from trial_core.errors import CheckpointError, TrialError
+from trial_core.rank.rank_state import STATE_FOLDER
+from trial_core.rank.state_files.built_settings import read_parameters
+from trial_core.rank.state_files.parameter_order import names_of_model, saved_places
 
 _EXPERT = re.compile(r"\.deepspeed_experts\.(\d+)\.")
 
@@ -54,6 +58,7 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
     other files are links. Raises CheckpointError if an engine's state cannot be resharded; says
     why.
     """
+    saved = read_parameters(folder / STATE_FOLDER)
     with TemporaryDirectory(prefix="trialflow-") as name:
         target = Path(name)
         tags = {f"model{index}" for index in range(len(engines))}
@@ -61,7 +66,9 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
             if path.name not in tags:
                 (target / path.name).symlink_to(path.absolute())
         replacements = (
-            _ReshardingCheckpointEngine(engine, folder / f"model{i}", target / f"model{i}", read)
+            _ReshardingCheckpointEngine(
+                engine, folder / f"model{i}", target / f"model{i}", read, names_of_model(saved, i)
+            )
             for i, engine in enumerate(engines)
         )
         with checkpoint_engines_replaced(engines, replacements):
@@ -69,23 +76,32 @@ def resharded(engines: Sequence[DeepSpeedEngine], folder: Path, read: ReadFile) 
 
 
 def is_ordered_otherwise(engine: DeepSpeedEngine, folder: Path, read: ReadFile) -> bool:
-    """True if `zero_optimization.round_robin_gradients` changes the order of saved parameters.
+    """True if ZeRO's flat buffers have other parameters at their places than when they were saved.
 
-    DeepSpeed's own loading does not notice. `folder` has the files under the engine's tag. Raises
-    CheckpointError if the order changes, and not all shards are here, so it cannot be resharded.
+    So it is with layers in another order, others of them frozen, or another
+    `zero_optimization.round_robin_gradients`. DeepSpeed's own loading goes by the places, and does
+    not notice. Renamed parameters keep theirs. `folder` has the files under the engine's tag.
+    Raises CheckpointError if not all shards are here, so that it cannot be resharded.
     """
     rank = engine.checkpoint_mp_rank
-    is_zero12 = isinstance(engine.optimizer, DeepSpeedZeroOptimizer)
-    files = rank_files(folder, MODEL_STATES, rank) if is_zero12 and folder.is_dir() else []
+    is_zero = engine.zero_optimization() and isinstance(engine.optimizer, ZERO_OPTIMIZERS)
+    files = rank_files(folder, MODEL_STATES, rank) if is_zero and folder.is_dir() else []
     saved = [*map(list, read(files[0][1])["param_shapes"] or ())] if files else []
     now = [*map(list, engine._get_zero_param_shapes())] if files else []
-    if saved == now or [*map(sorted, saved)] != [*map(sorted, now)]:
+    if saved == now or not saved:
+        return False
+    then, own = [*chain(*saved)], [*chain(*now)]
+    has_places = saved_places(own, then) == [*range(len(own))]
+    is_renamed = has_places and not ({*then} - {*own}) & {*engine.param_names.values()}
+    # Under ZeRO-3, another sub_group_size divides the same parameters otherwise.
+    if is_renamed and [*map(len, saved)] == [*map(len, now)]:
         return False
     if len(rank_files(folder, OPTIMIZER_STATES, rank)) != engine.seq_dp_world_size:
         raise CheckpointError(
-            "the optimizer's parameters are in another order than when the checkpoint was saved, "
-            "and this machine does not hold the shards of all ranks; set DeepSpeed's "
-            "zero_optimization.round_robin_gradients to what it was"
+            "the optimizer's parameters are others, or in another order, than when the checkpoint "
+            "was saved, and this machine does not hold the shards of all ranks; set DeepSpeed's "
+            "zero_optimization.round_robin_gradients (under ZeRO-3, sub_group_size) to what it "
+            "was, or define the layers, and give them to the optimizer, in the order that was saved"
         )
     return True
 
@@ -101,7 +117,12 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
     """Assembles the saved files of an engine's tag; `target_folder` gets the names to look for."""
 
     def __init__(
-        self, engine: DeepSpeedEngine, source_folder: Path, target_folder: Path, read: ReadFile
+        self,
+        engine: DeepSpeedEngine,
+        source_folder: Path,
+        target_folder: Path,
+        read: ReadFile,
+        names: Sequence[str],
     ) -> None:
         super().__init__()
         check_engine(engine)
@@ -109,6 +130,7 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
         self._replaced = engine.checkpoint_engine
         self._folder = source_folder
         self._read = read
+        self._names = names
         self._has_shards = False
         self._model_files: dict[int, str] = {}
         target_folder.mkdir()
@@ -198,5 +220,5 @@ class _ReshardingCheckpointEngine(CheckpointEngine):
     def _source(self) -> SourceEngine:
         target_groups = shapes_by_group(self._engine)
         return SourceEngine(
-            self._folder, self._engine.checkpoint_mp_rank, target_groups, self._read
+            self._folder, self._engine.checkpoint_mp_rank, target_groups, self._read, self._names
         )

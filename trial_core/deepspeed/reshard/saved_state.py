@@ -37,8 +37,9 @@ class SourceEngine:
     """One engine of a checkpoint: the shards of all data-parallel ranks of a model-parallel rank.
 
     `folder` has the files under the engine's tag; `target_groups` are the parameters that the live
-    engine trains, by optimizer group. Raises CheckpointDamaged if a shard is missing, and
-    CheckpointError if the checkpoint is of another model, or its layout is unknown.
+    engine trains, by optimizer group; `names` those of the saved optimizer, if they are known.
+    Raises CheckpointDamaged if a shard is missing, and CheckpointError if the checkpoint is of
+    another model, or its layout is unknown.
 
     Attributes:
         model: content of the model-states file: module, schedules, counters, client state.
@@ -48,7 +49,12 @@ class SourceEngine:
     """
 
     def __init__(
-        self, folder: Path, model_rank: int, target_groups: Sequence[Shapes], read: ReadFile
+        self,
+        folder: Path,
+        model_rank: int,
+        target_groups: Sequence[Shapes],
+        read: ReadFile,
+        names: Sequence[str] = (),
     ) -> None:
         model_files = rank_files(folder, MODEL_STATES, model_rank)
         if not model_files:
@@ -75,7 +81,7 @@ class SourceEngine:
             self.parameters, self.groups = parameters_from_partitions(buffers, optimizers)
         else:
             self.parameters, self.groups = parameters_from_full_state(
-                self.model["module"], self.model["optimizer"], target_groups
+                self.model["module"], self.model["optimizer"], target_groups, names
             )
         self._check_parameters(target_groups)
 

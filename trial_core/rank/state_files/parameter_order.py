@@ -28,7 +28,12 @@ _PER_ELEMENT = frozenset({
 
 
 def parameter_names(optimizer: Optimizer, modules: Iterable[nn.Module]) -> list[str]:
-    """The names of an optimizer's parameters, in its order; empty if one is in no module.
+    """The names of an optimizer's parameters, in its order; empty if one is in no module."""
+    return names_in(modules, _parameters(optimizer))
+
+
+def names_in(modules: Iterable[nn.Module], parameters: Iterable[Any]) -> list[str]:
+    """The names of parameters; empty if one is in no module.
 
     Of the names of a tied parameter, the first in the alphabet, in whatever order they are defined.
     """
@@ -36,8 +41,15 @@ def parameter_names(optimizer: Optimizer, modules: Iterable[nn.Module]) -> list[
     for index, module in enumerate(modules):
         for name, parameter in module.named_parameters(remove_duplicate=False):
             names[id(parameter)].append(f"{name.replace(COMPILED, '')} of model {index}")
-    own = [min(names.get(id(each), [""])) for each in _parameters(optimizer)]
+    own = [min(names.get(id(each), [""])) for each in parameters]
     return own if all(own) else []
+
+
+def names_of_model(saved: Iterable[Sequence[str]], index: int) -> list[str]:
+    """Of the `parameter_names` of optimizers, those of the model's, as the model has them."""
+    suffix = f" of model {index}"
+    found = (each for each in saved if each and all(name.endswith(suffix) for name in each))
+    return [name.removesuffix(suffix) for name in next(found, ())]
 
 
 def saved_places(now: Sequence[str], then: Sequence[str]) -> list[int]:

@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from tests.support.fake_accelerator import Memory
 from tests.support.toy.toy_trial import ToyTrial
@@ -16,10 +19,11 @@ from trial_core.deepspeed.deepspeed_adapter import DeepSpeedTrialAdapter
 from trial_core.deepspeed.reshard import live_state as live_state_module
 from trial_core.deepspeed.reshard.live_state import check_engine, zero_optimizer_state
 from trial_core.deepspeed.reshard.parameter_state import MASTER
-from trial_core.deepspeed.reshard.reshard_loader import resharded
+from trial_core.deepspeed.reshard.reshard_loader import is_ordered_otherwise, resharded
 from trial_core.deepspeed.reshard.saved_state import SourceEngine
 from trial_core.errors import CheckpointDamaged, CheckpointError, TrialError
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
+from trial_core.rank.state_files.parameter_order import names_of_model
 from trial_core.rank.state_files.safe_load import Reader
 
 THREE = torch.Size([3])
@@ -57,6 +61,7 @@ def source(
     model_states: dict[str, Any],
     *shards: dict[str, Any],
     target_groups: Sequence[Mapping[str, torch.Size]] = ({"weight": THREE},),
+    names: Sequence[str] = (),
 ) -> SourceEngine:
     """The engine that saved such files."""
     contents: dict[str, Any] = {"mp_rank_00_model_states.pt": model_states}
@@ -64,7 +69,7 @@ def source(
         contents[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = each
     for name in contents:
         (folder / name).touch()
-    return SourceEngine(folder, 0, target_groups, lambda path: contents[path.name])
+    return SourceEngine(folder, 0, target_groups, lambda path: contents[path.name], names)
 
 
 def test_a_parameter_is_assembled_from_its_fragments(tmp_path: Path) -> None:
@@ -141,6 +146,71 @@ def test_a_state_without_zero_that_does_not_match_is_refused(
     """This state has indices in place of names, so it must match the parameters' order."""
     with pytest.raises(CheckpointError, match=message):
         source(tmp_path, model(**changes))
+
+
+@pytest.mark.parametrize(
+    ("names", "moments"),
+    [
+        (["frozen", "b", "a"], {"a": 2, "b": 1}),
+        (["frozen", "old", "a"], {"a": 2, "b": 1}),
+        ([], {"a": 1, "b": 2}),
+        (["a"], {"a": 1, "b": 2}),
+    ],
+)
+def test_a_state_without_zero_goes_by_names(
+    tmp_path: Path, names: list[str], moments: dict[str, int]
+) -> None:
+    """If they are known: the parameters may have another order now."""
+    states = {i: {"exp_avg": torch.full((3,), float(i))} for i in (1, 2)}
+    optimizer = {"param_groups": [{"params": [0, 1, 2]}], "state": states}
+    saved = model(module=dict.fromkeys("ab", torch.zeros(3)), optimizer=optimizer)
+    found = source(
+        tmp_path, saved, target_groups=[dict.fromkeys("ab", THREE)], names=names
+    ).parameters
+    assert {name: int(found[name].full_tensor("exp_avg")[0]) for name in found} == moments
+
+
+def test_names_are_those_of_one_model() -> None:
+    """A trial may have several, not all of them with an optimizer."""
+    saved = [["a of model 1", "b of model 1"], [], ["a of model 11"]]
+    assert [names_of_model(saved, i) for i in (0, 1, 11)] == [[], ["a", "b"], ["a"]]
+
+
+ORDERS: list[tuple[list[str], list[str], bool]] = [
+    (["ab", "c"], ["ab", "c"], False),
+    (["ab", "c"], ["ba", "c"], True),
+    (["ab", "c"], ["ax", "c"], False),  # renamed
+    (["ab", "c"], ["xa", "c"], True),
+    (["ab", "c"], ["af", "c"], False),
+    (["af", "c"], ["ab", "c"], True),  # f is frozen now, and b no more
+    (["ab", "c"], ["a", "bc"], True),  # other groups, or sub-groups of ZeRO-3
+    (["ab", "c"], ["abc"], True),
+]
+
+
+@pytest.mark.parametrize(
+    "kind", [DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer]
+)
+@pytest.mark.parametrize(("then", "now", "expected"), ORDERS)
+def test_flat_buffers_go_by_places(
+    tmp_path: Path, kind: Any, then: list[str], now: list[str], expected: bool
+) -> None:
+    """With each of ZeRO's optimizers, so that another order is seen. Without all shards, as on
+    several machines, it is refused."""
+    prefix = "zero_pp_rank_0_" if kind is DeepSpeedZeroOptimizer_Stage3 else ""
+    (tmp_path / f"{prefix}mp_rank_00_model_states.pt").touch()
+    (shard := tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    engine: Any = SimpleNamespace(
+        checkpoint_mp_rank=0, zero_optimization=lambda: True, optimizer=object.__new__(kind),
+        _get_zero_param_shapes=lambda: [dict.fromkeys(each, THREE) for each in now],
+        param_names={name: name for name in "f" + "".join(now)}, seq_dp_world_size=1,
+    )  # fmt: skip
+    saved = {"param_shapes": [dict.fromkeys(each, THREE) for each in then]}
+    assert is_ordered_otherwise(engine, tmp_path, lambda _: saved) == expected
+    shard.unlink()
+    if expected:
+        with pytest.raises(CheckpointError, match="or define the layers, and give them to the opt"):
+            is_ordered_otherwise(engine, tmp_path, lambda _: saved)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,11 @@ from trial_core.processes.slots.slot_group import SlotGroup
 pytestmark = pytest.mark.slots
 Warm = Callable[[int], SlotGroup]
 
+BF16_OPTIMIZER: dict[str, Any] = {
+    "bf16": True, "config": {"data_types": {"grad_accum_dtype": "fp32"}}
+}  # fmt: skip
+"""With ZeRO-1, DeepSpeed takes another optimizer then."""
+
 
 def long(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
@@ -95,18 +100,52 @@ def test_bf16_without_zero_is_not_switched(warm_slots: Warm, tmp_path: Path, bf1
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize(("stage", "other_stage"), [(0, 0), (1, 1), (3, 3), (0, 1), (0, 3)])
 def test_parameters_in_another_order_keep_their_moments(
-    warm_slots: Warm, tmp_path: Path, stage: int
+    warm_slots: Warm, tmp_path: Path, stage: int, other_stage: int
 ) -> None:
-    """Some of them have the same shape, so that DeepSpeed would not notice without ZeRO."""
-    slots, settings = warm_slots(2), config(tmp_path, 7, stage)
-    whole = drive(slots, settings, tmp_path, persist=True)
+    """Some of them have the same shape, so that DeepSpeed would not notice."""
+    slots, settings = warm_slots(2), config(tmp_path, 7, other_stage)
     first = drive(slots, config(tmp_path, 3, stage), tmp_path, persist=True)
-    turned = config(tmp_path, 7, stage, reverse=True)
+    whole = drive(slots, settings, tmp_path / "whole", resume=first, persist=True)
+    turned = config(tmp_path, 7, other_stage, reverse=True)
     rest = drive(slots, turned, tmp_path / "rest", resume=first, persist=True)
     expected, seen = (export_weights(files(tmp_path, run.checkpoints[-1])) for run in (whole, rest))
     assert differing(expected, seen) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("stage", "before", "now"),
+    [
+        (1, BF16_OPTIMIZER, {**BF16_OPTIMIZER, "reverse": True}),
+        (3, {}, {"zero": {"sub_group_size": 1000}}),
+    ],
+)
+def test_flat_buffers_are_divided_otherwise(
+    warm_slots: Warm, tmp_path: Path, stage: int, before: dict[str, Any], now: dict[str, Any]
+) -> None:
+    """The weights and moments are loaded by name, bit for bit."""
+    first = drive(warm_slots(2), config(tmp_path, 3, stage, **before), tmp_path, persist=True)
+    other = config(tmp_path, 3, stage, seed=9, **now)
+    there = resharded(warm_slots(2), other, tmp_path / "there", first)
+    expected, seen = (
+        contents(files(tmp_path, run.checkpoints[-1]), tmp_path / name)
+        for name, run in (("then", first), ("now", there))
+    )
+    assert [differing(*each) for each in zip(expected, seen, strict=True)] == [[], []]
+
+
+@pytest.mark.long
+def test_parameters_in_another_order_are_refused_in_16_bits(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """Without ZeRO, DeepSpeed's fp32 weights go by their places. In the same order they load."""
+    first = drive(warm_slots(1), config(tmp_path, 2, 0, bf16=True), tmp_path, persist=True)
+    drive(warm_slots(1), config(tmp_path, 3, 0, bf16=True), tmp_path / "rest", resume=first)
+    build(warm_slots(1), config(tmp_path, 3, 0, bf16=True, reverse=True), tmp_path / "other")
+    with pytest.raises(RankFailed, match="in another order than when the checkpoint was saved"):
+        restore(warm_slots(1), first)
 
 
 def seen_by_all(folder: Path, ranks: int) -> list[dict[str, Any]]:

@@ -489,11 +489,38 @@ def test_deepspeeds_classes_of_one_optimizer_continue_each_other() -> None:
     """An optimizer that is offloaded, or torch's own, has another class and the same state."""
     from trial_core.deepspeed.engine_settings import EngineOptimizer
 
-    part = EngineOptimizer(AdamW(parameters()), [])
+    optimizer = AdamW(parameters())
+    engine: Any = SimpleNamespace(
+        basic_optimizer=optimizer, optimizer=optimizer, zero_optimization=lambda: False
+    )
+    part = EngineOptimizer(engine, [])
     for name in ("DeepSpeedCPUAdam", "FusedAdam", "Adam", "AdamW"):
         assert part.continues(name)
     for name in ("SGD", "DeepSpeedCPULion", "FusedLamb", "Adagrad"):
         assert not part.continues(name)
+
+
+def test_parameters_that_deepspeed_copies_keep_their_places() -> None:
+    """In 16 bits without ZeRO, its copies in fp32 have no names."""
+    from trial_core.deepspeed.engine_settings import EngineOptimizer, require_same_order
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    first, second = ([*each.parameters()] for each in model)
+
+    def names(*groups: Any) -> list[str]:
+        copies = AdamW([torch.nn.Parameter(torch.zeros(12))])
+        engine: Any = SimpleNamespace(
+            basic_optimizer=copies, optimizer=SimpleNamespace(fp16_groups=groups),
+            zero_optimization=lambda: False,
+        )  # fmt: skip
+        return [*EngineOptimizer(engine, [], [model]).parameters]
+
+    saved = names(first, second)
+    assert saved[0] == "0.weight of model 0"
+    for then in (saved, [], [f"old.{each}" for each in saved]):
+        require_same_order(names(first, second), then)
+    with pytest.raises(CheckpointError, match=r"in another order .* loads its fp32 weights in 16"):
+        require_same_order(names(second, first), saved)
 
 
 @pytest.mark.parametrize("saved_norm", [1.0, "much"])
