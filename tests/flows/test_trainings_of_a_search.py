@@ -263,7 +263,8 @@ class Told(Observer):
         self.notices.append(text)
 
 
-@pytest.mark.parametrize("newest", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("newest", [2, 3])
 def test_a_trial_whose_checkpoint_was_deleted_is_trained_again_with_a_warning(
     trainings: Trainings, newest: int
 ) -> None:
@@ -316,7 +317,8 @@ def test_a_trial_whose_flow_run_is_cancelled_is_out(trainings: Trainings) -> Non
     assert trainings.exits() == [(0, "its flow run was cancelled")]
 
 
-@pytest.mark.parametrize("how", ["suspended", pytest.param("superseded", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["suspended", "superseded"])
 def test_a_training_that_is_stopped_otherwise_continues_later(
     trainings: Trainings, how: str
 ) -> None:
@@ -354,13 +356,14 @@ def superseded() -> None:
     raise CommitConflict("it was superseded at the same time")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "why"),
     [
         pytest.param(
             {"validated_at": 2, "batches_trained": 2, "stop_reason": None, "stopped_early": False},
             r"by itself, after 2 batches \(validated at 2\), before its validation at 3 batches",
-            id="script", marks=pytest.mark.long,
+            id="script",
         ),
         pytest.param(
             {"validated_at": 2, "stop_reason": None, "trial_stop_reason": "enough"},
@@ -369,7 +372,7 @@ def superseded() -> None:
         ),
         pytest.param(
             {"validated_at": None}, r"by itself, after 3 batches \(no validation\)",
-            id="unvalidated", marks=pytest.mark.long,
+            id="unvalidated",
         ),
     ],
 )  # fmt: skip
