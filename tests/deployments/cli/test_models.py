@@ -236,7 +236,7 @@ def test_promote_the_best_of_a_search_whose_checkpoint_was_deleted(
         code = models(tmp_path, "promote", "best", "--search", "toy")
         assert code == (0 if is_as_good else 2)
         told = capsys.readouterr().err
-        assert f"checkpoint {UUIDS[0]} of the best result was deleted" in told
+        assert f"checkpoint {UUIDS[0]} of the best result is gone or damaged" in told
         assert (f"has one as good or better, {manifest.uuid} of batch 5" in told) == is_as_good
     (version,) = registry(tmp_path).versions("best")
     assert (version.checkpoint, version.value) == (manifest.uuid, 0.125)
