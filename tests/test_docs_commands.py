@@ -91,6 +91,7 @@ NOT_RUN = {
     "trialflow train experiment.yaml --set name=calmer": (
         "the page's checkpoint is of another model: docs/guides/cookbook.md has the same"
     ),
+    "trialflow models promote gpt --search": "needs a search: tests/deployments/cli/test_models.py",
     "trialflow runs sync": "tests/trial_core/observe/trackers/test_tracked_runs.py",
     "trialflow jobset": "tests/deployments/cli/test_jobset.py",
     "trialflow deploy --type": "tests/deployments/test_deploy_templates.py",
