@@ -309,8 +309,7 @@ class SearchRun:
         while len(self._running) < limit and not self._ends:
             leg = None
             with self._ending_after_a_failure():
-                found = search.next({*self._running, *self._left})
-                leg = found
+                leg = search.next({*self._running, *self._left})
             if leg is None:
                 return
             self._warn_of_lost_batches(leg)
