@@ -124,6 +124,8 @@ def built(
         trial_class: see `experiment`.
         store: stores its checkpoints; by default in a temporary folder.
     """
+    # There as long as the ranks: the next build closes the event file of this trial.
+    run_dir = tempfile.mkdtemp(prefix="run-", dir=slots.log_dir)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         config = experiment(
             trial_class,
@@ -135,7 +137,7 @@ def built(
             BuildTrial(
                 trial="benchmark-00000000",
                 experiment=config.model_dump(mode="json"),
-                run_dir=folder,
+                run_dir=run_dir,
                 storage=(store or CheckpointStore(config.checkpoint_storage.url)).spec,
             ),
             TrialBuilt,

@@ -6,8 +6,9 @@ trialflow and DeepSpeed take their branches for devices, and the fake counts wha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,14 @@ class FakeAccelerator(CPU_Accelerator):
         pinned_bytes: the host memory pinned so far.
         can_pin: whether more can be pinned.
         rng: its generator's state.
+        copies: what it does with copies to the host: "begun", "waited for".
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.pinned_bytes = 0
         self.can_pin = True
+        self.copies: list[str] = []
         self.rng = torch.zeros(1, dtype=torch.uint8)
         self._pinned: set[int] = set()
 
@@ -40,6 +43,10 @@ class FakeAccelerator(CPU_Accelerator):
 
     def device_count(self) -> int:
         return 1
+
+    @property
+    def Event(self) -> Callable[[], Any]:
+        return partial(_Event, self.copies)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         return self.rng
@@ -56,6 +63,17 @@ class FakeAccelerator(CPU_Accelerator):
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() not in self._pinned
+
+
+class _Event:
+    def __init__(self, copies: list[str]) -> None:
+        self._copies = copies
+
+    def record(self) -> None:
+        self._copies.append("begun")
+
+    def synchronize(self) -> None:
+        self._copies.append("waited for")
 
 
 class Memory(TorchDispatchMode):

@@ -150,3 +150,22 @@ def host_buffer() -> torch.Tensor:
             HOST_BUFFER_BYTES // 2**20, error,
         )  # fmt: skip
         return buffer
+
+
+class CopyToHost:
+    """Bytes that an accelerator copies to the host after all work that it was given before.
+
+    Args:
+        source: on the accelerator, one-dimensional, of bytes. It stays as it is until `data`.
+        buffer: on the host, at least as long. Of pageable memory, the copy ends here already.
+    """
+
+    def __init__(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
+        self._on_host = buffer[: source.numel()].copy_(source, non_blocking=True)
+        self._end = get_accelerator().Event()
+        self._end.record()
+
+    def data(self) -> memoryview:
+        """Wait for the copy, and return its bytes in the buffer."""
+        self._end.synchronize()
+        return cast(memoryview, self._on_host.numpy().data)

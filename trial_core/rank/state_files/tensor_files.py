@@ -1,8 +1,8 @@
 """Writes a shard's content so that staging it blocks training for as short as possible.
 
 `torch.save` would copy each storage of an accelerator to the host as a whole: into pinned memory
-that it keeps for ever, or into pageable memory. Here the storages go in pieces through one pinned
-buffer of a fixed size into the file, or are copied later (`late_copies`). torch writes everything
+that it keeps for ever, or into pageable memory. Here the storages go in pieces through two halves
+of one pinned buffer into the file, or are copied later (`late_copies`). torch writes everything
 else: with `skip_data` it seeks over the bytes of each storage, in the order in which its pickler
 found them, and they are written then. The file is the same, byte for byte.
 """
@@ -19,7 +19,7 @@ import torch
 from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointError
-from trial_core.rank.collectives.accelerator import host_buffer, is_on_accelerator
+from trial_core.rank.collectives.accelerator import CopyToHost, host_buffer, is_on_accelerator
 from trial_core.rank.state_files.late_copies import bytes_of, collecting
 
 
@@ -79,11 +79,14 @@ def _pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
         on_host = content.cpu()
         yield bytes_of(on_host.untyped_storage()).data
         return
-    buffer = host_buffer()
-    for start in range(0, content.numel(), buffer.numel()):
-        piece = content[start : start + buffer.numel()]
-        on_host = buffer[: piece.numel()].copy_(piece)  # waits for the device
-        yield on_host.numpy().data
+    # One half is filled while the other one is written.
+    halves = host_buffer().chunk(2)
+    pieces = content.split(halves[0].numel())
+    begun = CopyToHost(pieces[0], halves[0])
+    for index, piece in enumerate(pieces[1:], start=1):
+        finished, begun = begun, CopyToHost(piece, halves[index % 2])
+        yield finished.data()
+    yield begun.data()
 
 
 def _pickle_that_lists(storages: list[torch.UntypedStorage]) -> Any:
