@@ -1,7 +1,8 @@
 """A rank's connection to its persister process, which uploads and downloads its files.
 
 A separate process does not hold the rank's interpreter lock, and can be killed when it hangs. The
-`Persister` starts it when it is first needed, sends it requests and watches its progress.
+`Persister` starts it when it is first needed, sends it requests and watches its progress. That of a
+rank which a fork server has forked is forked ahead, and serves one trial after the other.
 
 It hangs if no bytes are moved within the stall timeout. The process itself is not asked, because it
 may be stopped or inside a system call that never returns. The kernel counts the bytes that it reads
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import msgspec
 import psutil
@@ -29,7 +30,7 @@ from trial_core.checkpoint.manifest import FileEntry
 from trial_core.checkpoint.storage.base import StorageSpec
 from trial_core.checkpoint.transfer import persister_process
 from trial_core.checkpoint.transfer.persister_process import (
-    Environment,
+    BeginTrial,
     Failed,
     FetchRequest,
     Finished,
@@ -138,16 +139,23 @@ class Persister:
         self._stored.pop(uuid, None)
 
     def close(self) -> None:
+        """Kill the process; one that was forked ahead is kept for the next trial, if it is idle."""
+        global _forked
         process, self._process = self._process, None
-        if process is not None:
+        if process is None:
+            return
+        if process.environment is None or process.is_busy:
             process.end()
+        else:
+            _forked = process
 
     def _request(
         self, request: PersisterRequest, on_stored: Callable[[FileEntry], None]
     ) -> Finished:
         if self._process is None:
-            self._process = _Process()
+            self._process = _take_process()
         process, last = self._process, None
+        process.is_busy = True
         watch = StallWatch(process.pid, self._stall_seconds, process.kill)
         try:
             with watch:
@@ -162,6 +170,8 @@ class Persister:
             # the next request.
             if last is None or watch.has_stalled:
                 self.close()
+            else:
+                process.is_busy = False
         if isinstance(last, Failed):
             raise _ERRORS[last.kind](last.message)
         if last is not None:
@@ -169,24 +179,12 @@ class Persister:
         raise _ProcessEnded(watch.stall_message or process.how_it_ended())
 
 
-class _Ahead(NamedTuple):
-    """A persister process that was forked before it is needed, and the environment that it has."""
-
-    child: Child
-    connection: socket.socket
-    environment: Mapping[bytes, bytes]
-
-
-_ahead: _Ahead | None = None
-
-
 def fork_ahead(prepare: Callable[[], None]) -> None:
-    """Fork this rank's first persister process, which then imports nothing, and calls `prepare`
-    first.
+    """Fork this rank's persister process, which then imports nothing, and calls `prepare` first.
 
     Only in a process with one thread: a rank that a fork server has just forked.
     """
-    global _ahead
+    global _forked
     ours, theirs = socket.socketpair()
     with theirs:
         try:
@@ -197,7 +195,7 @@ def fork_ahead(prepare: Callable[[], None]) -> None:
         if pid == 0:
             ours.close()
             _serve(theirs, prepare)
-        _ahead = _Ahead(Child.of_fork(pid), ours, {**os.environb})
+        _forked = _Process(Child.of_fork(pid), ours, {**os.environb})
 
 
 def _serve(connection: socket.socket, prepare: Callable[[], None]) -> NoReturn:
@@ -218,26 +216,30 @@ class _ProcessEnded(Exception):
 
 
 class _Process:
-    def __init__(self) -> None:
-        with _starting:
-            self._start()
+    """A persister process.
 
-    def _start(self) -> None:
-        global _ahead
-        ahead, _ahead = _ahead, None
-        if ahead is not None:
-            self._child, self._socket, _ = ahead
-        else:
-            self._socket, theirs = socket.socketpair()
-            with theirs:
-                self._child = Child(
-                    ["-m", PROCESS, str(theirs.fileno())],
-                    descriptors=[theirs.fileno()], own_session=False,
-                )  # fmt: skip
-        self._stream = self._socket.makefile("rwb")
-        self.pid = self._child.pid
-        if ahead is not None:
-            self._send(Environment(_changes(ahead.environment)))
+    Attributes:
+        environment: its own, if it was forked ahead, and can serve other trials; else None.
+        is_busy: whether its answer to a request is awaited.
+    """
+
+    def __init__(
+        self,
+        child: Child,
+        connection: socket.socket,
+        environment: Mapping[bytes, bytes] | None = None,
+    ) -> None:
+        self._child, self._socket = child, connection
+        self._stream = connection.makefile("rwb")
+        self.pid = child.pid
+        self.environment = environment
+        self.is_busy = False
+
+    def begin_trial(self) -> None:
+        """Let it begin with the rank's present environment, which a new interpreter has."""
+        if self.environment is not None:
+            self._send(BeginTrial(_changes(self.environment)))
+            self.environment = {**os.environb}
 
     def reports(self, request: PersisterRequest) -> Iterator[PersisterReport]:
         """Send a request; yield the reports, until the process ends."""
@@ -279,6 +281,25 @@ class _Process:
             name = signal.Signals(-code).name
             return f"was killed by {name}; if you did not kill it, check whether memory ran out"
         return f"ended with exit code {code}; see this rank's log"
+
+
+_forked: _Process | None = None
+"""The process that was forked ahead, while no `Persister` has it."""
+
+
+def _take_process() -> _Process:
+    """The process that was forked ahead, if it is free, or a new one."""
+    global _forked
+    with _starting:
+        process, _forked = _forked, None
+        if process is None:
+            ours, theirs = socket.socketpair()
+            with theirs:
+                command = ["-m", PROCESS, str(theirs.fileno())]
+                child = Child(command, descriptors=[theirs.fileno()], own_session=False)
+            process = _Process(child, ours)
+    process.begin_trial()
+    return process
 
 
 class StallWatch:

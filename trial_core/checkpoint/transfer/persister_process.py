@@ -5,8 +5,8 @@ ends with its rank. It imports neither torch nor deepspeed.
 
 Messages are lines of JSON. Credentials are in them only, not on the command line.
 
-The first persister process of a rank that a fork server has forked is itself forked from the rank,
-with its imports done. Any other is a new interpreter.
+The persister process of a rank that a fork server has forked is itself forked from the rank, with
+its imports done. Any other, and one that takes the place of a killed one, is a new interpreter.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import msgspec
+from fsspec.registry import registry
 
 from trial_core.checkpoint.layout import StoredPath
 from trial_core.checkpoint.manifest import FileEntry
@@ -60,15 +61,16 @@ class FetchRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     target: str
 
 
-class Environment(msgspec.Struct, frozen=True, tag=True):
-    """The rank's changes to its environment since this process was forked: names and new values;
-    None where a variable is gone. They may be any bytes."""
+class BeginTrial(msgspec.Struct, frozen=True, tag=True):
+    """Serve a trial, with the rank's changes to its environment since this process was forked, or
+    since its last trial: names and new values; None where a variable is gone. They may be any
+    bytes."""
 
     variables: list[tuple[bytes, bytes | None]]
 
 
 PersisterRequest = UploadRequest | FetchRequest
-PersisterMessage = PersisterRequest | Environment
+PersisterMessage = PersisterRequest | BeginTrial
 
 
 class Stored(msgspec.Struct, frozen=True, tag=True):
@@ -107,14 +109,10 @@ def serve_rank(connection: socket.socket) -> NoReturn:
         try:
             while True:
                 message = _message_decoder.decode(messages.get())
-                if not isinstance(message, Environment):
+                if isinstance(message, BeginTrial):
+                    _begin(message)
+                else:
                     _report(stream, _handle(message, stream))
-                    continue
-                for name, value in message.variables:
-                    if value is None:
-                        os.environb.pop(name, None)
-                    else:
-                        os.environb[name] = value
         except BaseException:  # the thread's top frame; the rank would wait for its answer
             _logger.exception("the persister failed and exits")
             os._exit(1)
@@ -127,7 +125,18 @@ def serve_rank(connection: socket.socket) -> NoReturn:
 
 
 _changing: set[StoredPath] = set()
-"""The `changing` of `upload_staged`: it is for all checkpoints of one rank's run."""
+"""The `changing` of `upload_staged`: it is for all checkpoints of one trial."""
+
+
+def _begin(trial: BeginTrial) -> None:
+    _changing.clear()
+    for name, value in trial.variables:
+        if value is None:
+            os.environb.pop(name, None)
+        else:
+            os.environb[name] = value
+    for file_system in registry.values():  # each keeps credentials that it has read
+        file_system.clear_instance_cache()
 
 
 def _handle(request: PersisterRequest, stream: BufferedRWPair) -> PersisterReport:

@@ -235,6 +235,62 @@ rank.close()
 """
 
 
+def test_a_persister_that_was_forked_ahead_serves_the_next_trial(tmp_path: Path) -> None:
+    """It gets the environment of that time, and keeps nothing of an earlier trial. One that still
+    moves files is killed."""
+    script = tmp_path / "rank.py"
+    script.write_text(SEVERAL_TRIALS)
+    told = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, cwd=Path.cwd())
+    trials = ["1 knows []", "1 knows ['a']", "2 knows []", "2 knows ['a']"]
+    assert told.stdout.decode().splitlines() == [*trials, "one works", "none works"]
+
+
+SEVERAL_TRIALS = """
+import os, threading, time
+from pathlib import Path
+import fsspec, psutil
+from trial_core.checkpoint.storage.base import StorageSpec
+from trial_core.checkpoint.transfer import persister, persister_process
+from trial_core.errors import CheckpointError
+
+known, opened = persister_process._changing, None
+began, begin = os.pipe()
+
+def handle(request, stream):
+    global opened
+    if request.uuid == "endless":
+        os.write(begin, b" ")
+        time.sleep(600)
+    before, opened = opened, fsspec.filesystem("file")
+    assert (opened is before) == bool(known)
+    text = f"{os.environ['TRIAL']} knows {sorted(known)}"
+    known.add(request.uuid)
+    return persister_process.Failed(text, "invalid")
+
+def fetch(rank, uuid):
+    try:
+        rank.fetch(StorageSpec("file:///nowhere"), uuid, [], Path("nowhere"))
+    except CheckpointError as error:
+        print(error, flush=True)
+
+handle, persister_process._handle = persister_process._handle, handle
+persister.fork_ahead(lambda: None)
+persister_process._handle = handle
+for os.environ["TRIAL"] in "12":
+    rank = persister.Persister()
+    fetch(rank, "a")
+    fetch(rank, "b")
+    rank.close()
+rank = persister.Persister()
+threading.excepthook = lambda error: None
+threading.Thread(target=fetch, args=[rank, "endless"]).start()
+os.read(began, 1)
+print("one works" if psutil.Process().children() else "none works", flush=True)
+rank.close()
+print("one works" if psutil.Process().children() else "none works", flush=True)
+"""
+
+
 def test_a_persister_ends_with_its_rank(tmp_path: Path) -> None:
     """Also if the rank is killed, and in silence: its error is none of the run's."""
     script = tmp_path / "rank.py"
