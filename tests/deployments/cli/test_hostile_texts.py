@@ -7,20 +7,24 @@ file that they open, each program that they start and each computer that they lo
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
+import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
+from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import pytest
 
-from tests.support.cli import environment_in, trialflow, write_experiment
+from tests.support.cli import ROOT, write_experiment
+from tests.support.driving import drive
 from tests.support.manifests import leave_unfinished_upload
 from tests.support.searches import searched
 from trial_core.checkpoint import layout
@@ -30,12 +34,17 @@ from trial_core.checkpoint.retention.deletion_markers import mark_deletion
 from trial_core.checkpoint.retention.protections import pin
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.verified_read import find_damage, note_damage
+from trial_core.config import load_config
 from trial_core.models.registry import Registry
+from trial_core.processes.slots.fork_server import ForkServer
+from trialflow.deployments.cli.main import main
+from trialflow.flows.server.prefect_settings import environment
 
 pytestmark = pytest.mark.slots
 
 MARKER = "zq9-elsewhere"
-# Imported first by each Python process of a command: what it does with a text that has the marker.
+# Imported first by each Python process of a command, and executed in the test's: notes what it does
+# with a text that has the marker.
 SITECUSTOMIZE = f"""
 import os, sys
 
@@ -44,7 +53,7 @@ WATCHED = (
 )
 
 def watch(event, arguments):
-    if not event.startswith(WATCHED) or event == "os.putenv":
+    if not event.startswith(WATCHED) or event == "os.putenv" or "SEEN" not in os.environ:
         return
     if event == "import":
         arguments = arguments[:1]
@@ -55,21 +64,6 @@ def watch(event, arguments):
         os.close(descriptor)
 
 sys.addaudithook(watch)
-"""
-# Runs the commands on each changed storage. A user's error is an expected answer of theirs.
-COMMANDS = """
-import json, os, sys, traceback
-from trialflow.deployments.cli.main import main
-
-for case in json.load(open(sys.argv[1])):
-    os.environ.update(case["environment"])
-    os.chdir(case["folder"])
-    for arguments in case["commands"]:
-        try:
-            main(arguments)
-        except BaseException:
-            with open(os.environ["SEEN"], "a") as file:
-                print("our traceback:", *arguments, traceback.format_exc(), file=file)
 """
 HOSTILE = (
     f"../../../../../../../../../../../../tmp/{MARKER}",
@@ -224,15 +218,19 @@ def sealed(fields: dict[str, Any]) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
+def stored(tmp_path_factory: pytest.TempPathFactory, warm_server: ForkServer) -> Stored:
     """The storage of a trial of two checkpoints with records of all kinds around them."""
     folder = tmp_path_factory.mktemp("hostile")
-    write_experiment(
+    path = write_experiment(
         folder, trackers=[{"tensorboard": {}}], min_checkpoint_period={"batches": 4},
         resources={"slots_per_trial": 1}, checkpoint_storage={"url": str(folder / "store")},
     )  # fmt: skip
-    trained = trialflow(folder, "train", "experiment.yaml")
-    assert trained.returncode == 0, trained.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIALFLOW_HOME", str(folder / "home"))
+        patch.setattr(
+            "trial_core.driver.placement.ForkServer", lambda modules: nullcontext(warm_server)
+        )
+        drive(load_config(path))
     store = CheckpointStore(str(folder / "store"))
     older, newest = store.list()
     registry = Registry(store)
@@ -265,33 +263,36 @@ def commands(stored: Stored, leaf: Leaf) -> list[list[str]]:
     ]
 
 
+@functools.cache
+def watch_this_process() -> None:
+    """For good: Python has no means to remove an audit hook. It returns at once without SEEN."""
+    exec(SITECUSTOMIZE, {})
+
+
 def strays(stored: Stored, folder: Path, cases: list[tuple[Leaf, str]]) -> dict[str, str]:
     """What the commands have done elsewhere, by the text that was replaced and its new value."""
     (folder / "first").mkdir(parents=True)
     (folder / "first/sitecustomize.py").write_text(SITECUSTOMIZE)
-    orders = []
-    for index, (leaf, text) in enumerate(cases):
-        place = folder / str(index)
-        place.mkdir()
-        stored.change(leaf, text, place / "store")
-        environment = {"SEEN": str(place / "seen"), "TRIALFLOW_HOME": str(place / "home")}
-        orders.append(
-            {"folder": str(place), "environment": environment, "commands": commands(stored, leaf)}
-        )
-    (folder / "orders").write_text(json.dumps(orders))
-    environment = environment_in(folder)
-    environment["PYTHONPATH"] = f"{folder / 'first'}:{environment['PYTHONPATH']}"
-    subprocess.run(
-        [sys.executable, "-c", COMMANDS, str(folder / "orders")],
-        env={**environment, "SEEN": str(folder / "seen")}, check=True, stdin=subprocess.DEVNULL,
-        stdout=(folder / "output").open("w"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    seen = {index: folder / str(index) / "seen" for index in range(len(cases))}
-    return {
-        f"{cases[index][0].kind} = {cases[index][1]}": file.read_text()
-        for index, file in seen.items()
-        if file.exists()
-    }
+    watch_this_process()
+    found = {}
+    with environment({}):  # promotions change Prefect's settings
+        for index, (leaf, text) in enumerate(cases):
+            place = folder / str(index)
+            place.mkdir()
+            stored.change(leaf, text, place / "store")
+            variables = {
+                "SEEN": str(place / "seen"), "TRIALFLOW_HOME": str(place / "home"),
+                "PYTHONPATH": f"{folder / 'first'}:{ROOT}",
+            }  # fmt: skip
+            with (
+                patch.dict(os.environ, variables), chdir(place),
+                redirect_stdout(StringIO()), redirect_stderr(StringIO()),
+            ):  # fmt: skip
+                for arguments in commands(stored, leaf):
+                    main(arguments)  # a user's error is an expected answer
+            if (place / "seen").exists():
+                found[f"{leaf.kind} = {text}"] = (place / "seen").read_text()
+    return found
 
 
 def test_no_name_of_a_storage_leads_elsewhere(stored: Stored, tmp_path: Path) -> None:
