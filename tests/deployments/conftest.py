@@ -15,13 +15,12 @@ from trial_core.schedule.sequencer import Progress
 __all__ = ["client", "history", "stored"]
 
 
-@pytest.fixture
-def stored(tmp_path: Path) -> list[Manifest]:
-    """Two checkpoints of two trials in ``storage``, oldest first."""
-    store = CheckpointStore(f"file://{tmp_path}/storage")
+def store_two(folder: Path) -> list[Manifest]:
+    """Store two checkpoints of two trials in ``storage``; return them, oldest first."""
+    store = CheckpointStore(f"file://{folder}/storage")
     manifests = []
     for uuid, batches, worst in zip(UUIDS, (7, 11), (1.0, float("nan")), strict=True):
-        files = upload_files(store, uuid, stage(tmp_path / uuid, FILES), 3)
+        files = upload_files(store, uuid, stage(folder / uuid, FILES), 3)
         validation = {"val_loss": 0.25, "worst": worst}
         manifest = new_manifest(
             batches, uuid=uuid, trial=f"gpt-{batches}", files=files,
@@ -31,6 +30,12 @@ def stored(tmp_path: Path) -> list[Manifest]:
         store.commit(manifest)
         manifests.append(manifest)
     return manifests
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> list[Manifest]:
+    """Two checkpoints of two trials in ``storage``, oldest first."""
+    return store_two(tmp_path)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
-from tests.support.cli import TRIALFLOW, environment_in, trialflow
+from tests.support.cli import TRIALFLOW, environment_in, trialflow, trialflow_here
 from tests.support.prefect import isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
@@ -131,7 +131,7 @@ def test_everything_starts_and_ends_with_the_command(tmp_path: Path) -> None:
             password = running.password_path.read_text().strip()
             with SyncPrefectClient(f"{running.url}/api", auth_string=password) as client:
                 assert lease_problem(client) is None
-            second = trialflow(tmp_path, "up", variables=isolated(tmp_path / "prefect"))
+            second = trialflow_here(tmp_path, "up", variables=isolated(tmp_path / "prefect"))
             assert second.returncode == 2
             holder = f"process {running.process.pid}, at {running.url}/api (password: in "
             assert f"{holder}{running.password_path}). Use that" in second.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli import trialflow, write_experiment
+from tests.support.cli import EITHER_WAY, Called, trialflow, write_experiment
 from tests.support.faults.s3 import faulty_s3
 from tests.support.gpus import fake_gpus
 from tests.support.json_types import check_json
@@ -24,10 +24,11 @@ from trialflow.deployments.cli.experiment_options import StoragePlace
 from trialflow.flows.server.prefect_settings import environment
 
 
-def test_a_machine_that_can_train(tmp_path: Path) -> None:
+@pytest.mark.parametrize("called", EITHER_WAY)
+def test_a_machine_that_can_train(tmp_path: Path, called: Called) -> None:
     """On the machine that runs the tests, all checks are ok and the exit code is 0."""
     variables = {"PREFECT_API_URL": "", **isolated(tmp_path / "prefect")}
-    done = trialflow(tmp_path, "doctor", "--json", variables=variables)
+    done = called(tmp_path, "doctor", "--json", variables=variables)
     assert (done.returncode, done.stderr) == (0, "")
     found = {check["subject"]: check for check in check_json(json.loads(done.stdout))["checks"]}
     assert len(found) == 12

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
+from tests.support.cli import TRIALFLOW, environment_in, trialflow_here, write_experiment
 from tests.support.prefect import PrefectServer
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import load_config
@@ -30,6 +30,7 @@ from trialflow.deployments.cli import console
 from trialflow.deployments.cli.jobset import jobset as print_jobset, jobset_name, render_jobset
 from trialflow.deployments.cli.main import app
 
+pytestmark = pytest.mark.xdist_group("schemas")  # one process imports them
 END_SECONDS = 120.0
 RUN = "toy-x7k2f"
 """The name of a JobSet, as Kubernetes completes it."""
@@ -212,7 +213,7 @@ def test_the_command_prints_the_file(tmp_path: Path) -> None:
     folder = tmp_path / "my_trial"
     folder.mkdir()
     experiment_in(folder)
-    done = trialflow(
+    done = trialflow_here(
         tmp_path, "jobset", "--nodes", "2", "--image", "mine:1", "my_trial/experiment.yaml",
         variables={"PREFECT_API_URL": "http://127.0.0.1:9/api"},
     )  # fmt: skip

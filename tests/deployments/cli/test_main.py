@@ -93,6 +93,17 @@ def test_help_shows_the_default_of_every_value(
     assert entries.keys() - flags - told == set()
 
 
+@pytest.fixture(scope="module")
+def completing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a person who has called `trialflow --install-completion` in bash."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setenv("SHELL", "/bin/bash")
+        assert main(["--install-completion"]) == 0
+    return home
+
+
 COMPLETE = r"""
 . ~/.bashrc
 COMP_WORDS=("$@") COMP_CWORD=$(($# - 1))
@@ -101,6 +112,7 @@ echo "${COMPREPLY[@]}"
 """
 
 
+@pytest.mark.xdist_group("completion")  # it is installed once
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
@@ -111,12 +123,10 @@ echo "${COMPREPLY[@]}"
     ],
 )
 def test_the_shell_completes_commands_and_options(
-    words: list[str], offered: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str], offered: str, completing: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After `trialflow --install-completion`, in the shell that called it."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("SHELL", "/bin/bash")
-    assert main(["--install-completion"]) == 0
+    monkeypatch.setenv("HOME", str(completing))
     shown = subprocess.check_output(["bash", "-c", COMPLETE, "-", "trialflow", *words], text=True)
     assert shown.split() == [offered]
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 from anyio.from_thread import start_blocking_portal
 
-from tests.support.cli import TRIALFLOW, environment_in, trialflow, write_experiment
+from tests.deployments.conftest import store_two
+from tests.support.cli import TRIALFLOW, environment_in, trialflow_here, write_experiment
 from tests.support.json_types import check_json
 from tests.support.prefect import isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines
 from tests.support.waiting import until
-from trial_core.checkpoint.manifest import Manifest
+from trialflow.deployments.cli.main import main
+from trialflow.flows.server.prefect_settings import environment
 
 if TYPE_CHECKING:
     from mcp import Client
 
+pytestmark = pytest.mark.xdist_group("mcp")  # one process imports its client
 ENDLESS = 10**6
 READING = ["compare", "list", "logs", "show"]
 WRITING = ["cancel", "promote", "resume", "start", "suspend"]
@@ -31,8 +35,8 @@ WRITING = ["cancel", "promote", "resume", "start", "suspend"]
 class Tools:
     """The tools of a server; a call returns the result, or raises what the tool says."""
 
-    def __init__(self, portal: Any, client: Client, log: Path) -> None:
-        self.portal, self.client, self.log = portal, client, log
+    def __init__(self, portal: Any, client: Client) -> None:
+        self.portal, self.client = portal, client
 
     def call(self, tool: str, /, **arguments: Any) -> dict[str, Any]:
         answer = self.portal.call(self.client.call_tool, tool, arguments)
@@ -66,44 +70,69 @@ def serving(folder: Path, *options: str, **variables: str) -> Iterator[Tools]:
         )
         client = Client(stdio_client(server, errlog=log))
         with portal.wrap_async_context_manager(client):
-            yield Tools(portal, client, folder / "mcp.log")
+            yield Tools(portal, client)
 
 
-def test_what_is_stored_can_be_read(stored: list[Manifest], tmp_path: Path) -> None:
-    """As the commands print it with --json; nothing that changes something is offered."""
-    storage = ("--storage", str(tmp_path / "storage"))
+@contextmanager
+def serving_here(folder: Path, *options: str, **variables: str) -> Iterator[Tools]:
+    """The server of `trialflow mcp` in a folder, without its process."""
+    from mcp import Client
+    from mcp.server import MCPServer
+
+    with (
+        environment({"TRIALFLOW_HOME": str(folder / "home"), **variables}),
+        chdir(folder),
+        patch.object(MCPServer, "run", autospec=True) as run,
+        start_blocking_portal() as portal,
+    ):
+        assert main(["mcp", *options]) == 0
+        server, _ = run.call_args.args
+        client = Client(server)
+        with portal.wrap_async_context_manager(client):
+            yield Tools(portal, client)
+
+
+@pytest.fixture(scope="module")
+def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tools, Path]]:
+    """`trialflow mcp` on a storage with two trials, of which one has a log here; and its folder."""
+    folder = tmp_path_factory.mktemp("reading")
+    store_two(folder)
     for trial in ("gpt-7", "elsewhere-1"):
-        (tmp_path / "home" / trial / "logs").mkdir(parents=True)
-        (tmp_path / "home" / trial / "logs" / "rank-0.log").write_text("one\ntwo\nthree\n")
-    with serving(tmp_path, *storage) as tools:
-        assert tools.annotations == dict.fromkeys(READING, True)
-        listed = trialflow(tmp_path, "runs", "list", "--json", *storage)
-        assert tools.call("list") == check_json(json.loads(listed.stdout))
-        assert len(tools.call("list", what="checkpoints")["checkpoints"]) == 2
-        assert (
-            tools.call("show", name="aaaaaaab", what="checkpoint")["manifest"]["trial"] == "gpt-11"
-        )
-        assert tools.call("compare", trials=["gpt-7", "gpt-11"])["results"]["batches"] == [7, 11]
-        assert tools.call("logs", trial="gpt-7", lines=2)["text"] == "two\nthree\n"
-        assert "no trial elsewhere-1" in tools.refusal("logs", trial="elsewhere-1")
+        (folder / "home" / trial / "logs").mkdir(parents=True)
+        (folder / "home" / trial / "logs" / "rank-0.log").write_text("one\ntwo\nthree\n")
+    with serving(folder, "--storage", str(folder / "storage"), PREFECT_API_URL="") as tools:
+        yield tools, folder
 
 
-def test_a_mistake_is_told(stored: list[Manifest], tmp_path: Path) -> None:
+def test_what_is_stored_can_be_read(reading: tuple[Tools, Path]) -> None:
+    """As the commands print it with --json; nothing that changes something is offered."""
+    tools, folder = reading
+    assert tools.annotations == dict.fromkeys(READING, True)
+    listed = trialflow_here(folder, "runs", "list", "--json", "--storage", str(folder / "storage"))
+    assert tools.call("list") == check_json(json.loads(listed.stdout))
+    assert len(tools.call("list", what="checkpoints")["checkpoints"]) == 2
+    assert tools.call("show", name="aaaaaaab", what="checkpoint")["manifest"]["trial"] == "gpt-11"
+    assert tools.call("compare", trials=["gpt-7", "gpt-11"])["results"]["batches"] == [7, 11]
+    assert tools.call("logs", trial="gpt-7", lines=2)["text"] == "two\nthree\n"
+    assert "no trial elsewhere-1" in tools.refusal("logs", trial="elsewhere-1")
+
+
+def test_a_mistake_is_told(reading: tuple[Tools, Path]) -> None:
     """With what to do, and without a traceback; the server serves on."""
-    with serving(tmp_path, "--storage", str(tmp_path / "storage"), PREFECT_API_URL="") as tools:
-        assert "but 2: gpt-11, gpt-7" in tools.refusal("show", name="gpt")
-        assert "begins with 'zzz'" in tools.refusal("show", name="zzz", what="checkpoint")
-        assert "not a valid model name" in tools.refusal("show", name="../x", what="model")
-        assert "Unknown tool" in tools.refusal("cancel", trial="gpt-7")
-        assert len(tools.call("list")["trials"]) == 2
-    assert "Traceback" not in tools.log.read_text()
+    tools, folder = reading
+    assert "but 2: gpt-11, gpt-7" in tools.refusal("show", name="gpt")
+    assert "begins with 'zzz'" in tools.refusal("show", name="zzz", what="checkpoint")
+    assert "not a valid model name" in tools.refusal("show", name="../x", what="model")
+    assert "Unknown tool" in tools.refusal("cancel", trial="gpt-7")
+    assert len(tools.call("list")["trials"]) == 2
+    assert "Traceback" not in (folder / "mcp.log").read_text()
 
 
 def test_fields_that_choose_code_or_storage_cannot_be_set(tmp_path: Path) -> None:
     """Also with --allow-writes: a text that a tool has read may ask for it."""
     write_experiment(tmp_path)
     variables = {**isolated(tmp_path / "prefect"), "PREFECT_API_URL": ""}
-    with serving(tmp_path, "--allow-writes", **variables) as tools:
+    with serving_here(tmp_path, "--allow-writes", **variables) as tools:
         assert sorted(name for name, reads in tools.annotations.items() if not reads) == WRITING
         for field in ("entrypoint", "code", "checkpoint_storage.url", "name=x,entrypoint"):
             assert "cannot be set here" in tools.refusal("start", settings={field: "x"})

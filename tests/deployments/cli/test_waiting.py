@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from rich.console import Console
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.waiting import until
 from trialflow.deployments.cli import console, waiting as waiting_module
+from trialflow.deployments.cli.main import main
 from trialflow.deployments.cli.waiting import Waiting, waiting, waiting_at_end
 
 ERASED = re.compile(r"\x1b\[2K")
@@ -56,12 +58,10 @@ def terminal() -> Iterator[Terminal]:
 
 
 @contextmanager
-def slow_migration(folder: Path, stderr: int) -> Iterator[subprocess.Popen[str]]:
+def slow_migration(folder: Path, terminal: Terminal) -> Iterator[subprocess.Popen[bytes]]:
     """`trialflow migrate` of a folder with a file whose content `let_it_read` gives."""
-    folder.mkdir()
-    os.mkfifo(folder / "slow.py")
     process = subprocess.Popen(
-        [*TRIALFLOW, "migrate", "."], cwd=folder, stderr=stderr, text=True,
+        [*TRIALFLOW, "migrate", "."], cwd=folder, stderr=terminal.side,
         env=environment_in(folder, {"TERM": "xterm-256color", "COLUMNS": "100"}),
         stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
     )  # fmt: skip
@@ -72,6 +72,13 @@ def slow_migration(folder: Path, stderr: int) -> Iterator[subprocess.Popen[str]]
         process.wait()
 
 
+@pytest.fixture
+def slow(tmp_path: Path) -> Path:
+    """A folder with a file whose content `let_it_read` gives."""
+    os.mkfifo(tmp_path / "slow.py")
+    return tmp_path
+
+
 def let_it_read(folder: Path) -> None:
     with (folder / "slow.py").open("w") as pipe:  # waits until the command reads it
         (folder / "quick").write_text("x = 1\n")
@@ -79,22 +86,32 @@ def let_it_read(folder: Path) -> None:
         pipe.write("x = 1\n")
 
 
-def test_a_slow_command_shows_its_wait(tmp_path: Path, terminal: Terminal) -> None:
-    """Redrawn on a terminal, and gone at the end; without one, one line. stdout has the result."""
-    on, off = tmp_path / "terminal", tmp_path / "pipe"
-    with slow_migration(on, terminal.side) as shown, slow_migration(off, subprocess.PIPE) as plain:
+def test_a_slow_command_shows_its_wait(slow: Path, terminal: Terminal) -> None:
+    """Redrawn on a terminal, and gone at the end."""
+    with slow_migration(slow, terminal) as shown:
         until(lambda: terminal.shown.count("reading slow.py") > 3, "it is redrawn", 30)
-        let_it_read(on)
-        assert shown.wait(60) == 0
-        assert plain.stderr is not None
-        assert plain.stderr.readline() == "reading slow.py…\n"
-        let_it_read(off)
-        printed, errors = plain.communicate(timeout=60)
-        assert plain.returncode == 0
-    assert (printed, errors) == ("", "changed 0 files; 0 lines to look at\n")
+        let_it_read(slow)
+        assert shown.communicate(timeout=60) == (b"", None)
+        assert shown.returncode == 0
     *_, last = ERASED.split(terminal.shown)
     assert "reading" not in last
     assert "changed 0 files; 0 lines to look at" in last
+
+
+def test_a_slow_command_without_a_terminal(
+    slow: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It prints one line. stdout has the result."""
+    monkeypatch.chdir(slow)
+    monkeypatch.setattr(waiting_module, "SHOWN_AFTER_SECONDS", 0.1)
+    said: list[str] = []
+    with ThreadPoolExecutor(1) as thread:
+        migrated = thread.submit(main, ["migrate", "."])
+        until(lambda: said.append(capfd.readouterr().err) or any(said), "the line")
+        let_it_read(slow)
+        assert migrated.result() == 0
+    assert "".join(said) == "reading slow.py…\n"
+    assert capfd.readouterr() == ("", "changed 0 files; 0 lines to look at\n")
 
 
 def test_a_quick_command_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:

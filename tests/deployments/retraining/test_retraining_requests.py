@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.exceptions import ParameterTypeError
-from prefect.utilities.schema_tools.validation import validate
 
-from tests.support.cli import trialflow, write_experiment
+from tests.support.cli import trialflow_here, write_experiment
 from tests.support.slots import toy_config
 from trial_core.errors import ConfigError
 from trial_core.search.settings import SearchExperiment
@@ -82,7 +81,7 @@ def test_a_file_without_the_section(tmp_path: Path, command: str) -> None:
     """It is refused before a server is contacted or started."""
     write_experiment(tmp_path)
     no_server = {"PREFECT_API_URL": "http://127.0.0.1:1/api" if command == "deploy" else ""}
-    done = trialflow(tmp_path, command, "experiment.yaml", variables=no_server)
+    done = trialflow_here(tmp_path, command, "experiment.yaml", variables=no_server)
     assert (done.returncode, done.stdout) == (2, "")
     assert "experiment.yaml: there is no `retraining` section" in done.stderr
     assert "then `trialflow start experiment.yaml`; on a schedule: `trialflow dep" in done.stderr
@@ -94,8 +93,11 @@ SEARCH = {
 }
 
 
+@pytest.mark.xdist_group("schemas")
 def test_a_search_is_deployed_with_its_ranges(tmp_path: Path) -> None:
     """The schema of the flow takes the deployment's experiment, and names a wrong field alone."""
+    from prefect.utilities.schema_tools.validation import validate  # takes a second
+
     path = write_experiment(tmp_path, **SEARCH, retraining={"search": True})
     (found,) = read_retrainings([path])
     config, schema = found.deployment.from_file["config"], retrain.parameters.model_dump()
