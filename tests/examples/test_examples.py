@@ -24,32 +24,32 @@ def example(name: str, folder: Path, *changes: str) -> ExperimentConfig:
 
 
 @pytest.mark.parametrize(
-    ("name", "batches", "metric", "changes"),
+    ("name", "batches", "period", "metric", "changes"),
     [
         (
-            "gpt_stdlib/experiment.yaml", 40, "bits_per_byte",
+            "gpt_stdlib/experiment.yaml", 20, 10, "bits_per_byte",
             ["resources.slots_per_trial=2", "hyperparameters.validation_windows=64"],
         ),
         *(
-            pytest.param(f"gan/{file}.yaml", 300, "nearest_distance", [], marks=pytest.mark.long)
-            for file in ("experiment", "pytorch")
+            pytest.param(f"gan/{it}.yaml", 300, 20, "nearest_distance", [], marks=pytest.mark.long)
+            for it in ("experiment", "pytorch")
         ),
-        pytest.param("pipeline/experiment.yaml", 60, "loss", [], marks=pytest.mark.long),
+        pytest.param("pipeline/experiment.yaml", 60, 20, "loss", [], marks=pytest.mark.long),
     ],
 )  # fmt: skip
 def test_an_example_learns(
-    here: Path, name: str, batches: int, metric: str, changes: list[str]
+    here: Path, name: str, batches: int, period: int, metric: str, changes: list[str]
 ) -> None:
     """It trains, validates and saves, and its searcher metric improves."""
     if not name.startswith("gpt_stdlib"):
         pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")
     config = example(
-        name, here, f"searcher.max_length={{batches: {batches}}}", "scheduling_unit=20",
-        "min_validation_period={batches: 20}", "checkpoint_policy=all", *changes,
+        name, here, f"searcher.max_length={{batches: {batches}}}", f"scheduling_unit={period}",
+        f"min_validation_period={{batches: {period}}}", "checkpoint_policy=all", *changes,
     )  # fmt: skip
     result = train(config)
     first, *_, last = CheckpointStore(config.checkpoint_storage.url).list(result.trial)
-    assert first.progress.batches_trained == 20
+    assert first.progress.batches_trained == period
     assert last.progress.batches_trained == result.batches_trained == batches
     assert last.uuid == result.checkpoint_uuid
     assert last.metrics["validation"] == result.validation_metrics

@@ -6,9 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "first_run.ipynb"
 
@@ -19,6 +17,9 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "first_run.ipy
 @pytest.mark.timeout(600)
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From its first cell to a resumed run, its report and the exported weights."""
+    import nbformat
+    from nbclient import NotebookClient
+
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     for name in ("PREFECT_API_URL", "TRIALFLOW_HOME"):
