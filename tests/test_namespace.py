@@ -120,10 +120,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(source, folder / source.name, symlinks=True, ignore=without_caches)
         else:
             shutil.copy(source, folder)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation",
-         "--disable-pip-version-check", "-w", folder, folder], check=True,
-    )  # fmt: skip
+    # As pip does, which takes two more processes.
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, stdout=subprocess.DEVNULL)
     (built,) = folder.glob("*.whl")
     return built
 

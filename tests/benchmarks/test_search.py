@@ -9,6 +9,8 @@ import torch
 
 from benchmarks.search import ON_DIGITS, TARGETS, Family, decisions
 
+pytestmark = pytest.mark.xdist_group("searches")  # one process imports what they need
+
 
 def test_each_trial_of_the_digits_learns_at_a_rate_that_is_its_alone() -> None:
     """At rate 0 the loss stays; at a usual one it falls far below that of a guess, ln(10)."""

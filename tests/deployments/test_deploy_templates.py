@@ -8,13 +8,9 @@ import json
 from pathlib import Path
 from typing import Any, get_args
 
-import prefect.server.api
+import prefect
 import pytest
-from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job_spec import IoK8sApiBatchV1JobSpec
-from prefect.server.schemas.actions import validate_base_job_template
-from prefect.utilities.schema_tools.validation import ValidationError, validate
 from prefect.utilities.templating import apply_values
-from prefect.workers.base import BaseJobConfiguration
 
 from tests.support.cli import write_experiment
 from trial_core.config import load_config
@@ -25,15 +21,15 @@ from trial_core.processes.nodes.ray_provider import RayProvider
 from trial_core.processes.slots.device_locks import LOCKS_VARIABLE
 from trialflow.deployments.desired_state import PoolType, deployments, job_template
 
+# Each test imports what it needs of the server, of workers and of the schemas, which takes seconds.
+pytestmark = pytest.mark.xdist_group("schemas")
 POOL_TYPES = get_args(PoolType)
-WORKERS = "collections_data/views/aggregate-worker-metadata.json"
+WORKERS = "server/api/collections_data/views/aggregate-worker-metadata.json"
 
 
 def prefects_own(pool_type: str) -> dict[str, Any]:
     """Prefect's own template for a work pool of that type."""
-    known = json.loads(Path(prefect.server.api.__file__).with_name(WORKERS.split("/")[0]).joinpath(
-        *WORKERS.split("/")[1:]
-    ).read_text())  # fmt: skip
+    known = json.loads(Path(prefect.__file__).parent.joinpath(WORKERS).read_text())
     (found,) = [
         types[pool_type]["default_base_job_configuration"]
         for types in known.values()
@@ -58,6 +54,8 @@ def rendered(pool_type: PoolType, **variables: Any) -> dict[str, Any]:
 
 def environment(pool_type: PoolType, **variables: Any) -> dict[str, str]:
     """The environment of a run with these job variables, and with another one."""
+    from prefect.workers.base import BaseJobConfiguration
+
     no_client: Any = object()  # no request is made
     making = BaseJobConfiguration.from_template_and_values(
         job_template(pool_type), {"env": {"MINE": "1"}, **variables}, client=no_client
@@ -76,6 +74,17 @@ def paths(nested: Any, before: str = "") -> set[str]:
     return set().union(*(paths(value, path) for path, value in below.items())) or {before}
 
 
+def is_accepted(variables: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Whether the server takes a run's job variables."""
+    from prefect.utilities.schema_tools.validation import ValidationError, validate
+
+    try:
+        validate(given, variables, raise_on_error=True)
+    except ValidationError:
+        return False
+    return True
+
+
 MISPLACED = {f"/job_manifest/spec/template/spec/{name}" for name in ("completions", "parallelism")}
 """Prefect's template has them in the pod, where Kubernetes knows no such fields; here the Job has
 them."""
@@ -84,6 +93,8 @@ them."""
 @pytest.mark.parametrize("pool_type", POOL_TYPES)
 def test_a_template_extends_prefects(pool_type: PoolType) -> None:
     """Prefect accepts it, and it has all variables of Prefect's own template."""
+    from prefect.server.schemas.actions import validate_base_job_template
+
     ours, theirs = job_template(pool_type), prefects_own(pool_type)
     validate_base_job_template(ours)
     missing = set(theirs["variables"]["properties"]) - set(ours["variables"]["properties"])
@@ -157,9 +168,8 @@ def test_a_docker_run_cannot_take_the_host() -> None:
 def test_the_server_refuses_a_docker_run_that_wants_the_host(name: str) -> None:
     """It validates a run's job variables: they are not ignored in silence."""
     variables = job_template("docker")["variables"]
-    validate({name: variables["properties"][name]["default"]}, variables, raise_on_error=True)
-    with pytest.raises(ValidationError):
-        validate({name: AS_ROOT_OF_THE_HOST[name]}, variables, raise_on_error=True)
+    assert is_accepted(variables, {name: variables["properties"][name]["default"]})
+    assert not is_accepted(variables, {name: AS_ROOT_OF_THE_HOST[name]})
 
 
 def test_a_kubernetes_run_has_no_rights() -> None:
@@ -181,9 +191,8 @@ def test_the_server_refuses_a_kubernetes_run_that_names_a_cluster() -> None:
     log_in = {"exec": {"apiVersion": "client.authentication.k8s.io/v1", "command": "sh"}}
     cluster = {"config": {"users": [{"name": "u", "user": log_in}]}, "context_name": "c"}
     variables = job_template("kubernetes")["variables"]
-    validate({"cluster_config": None}, variables, raise_on_error=True)
-    with pytest.raises(ValidationError):
-        validate({"cluster_config": cluster}, variables, raise_on_error=True)
+    assert is_accepted(variables, {"cluster_config": None})
+    assert not is_accepted(variables, {"cluster_config": cluster})
     assert rendered("kubernetes", cluster_config=cluster)["cluster_config"] is None
 
 
@@ -209,6 +218,8 @@ def test_the_variables_of_a_kubernetes_pool() -> None:
 def test_a_kubernetes_run_fits_the_published_schema() -> None:
     """Every field of the Job is known where it stands. The worker itself writes the command and
     the environment as lists, and the namespace."""
+    from kubeflow_trainer_api.models.io_k8s_api_batch_v1_job_spec import IoK8sApiBatchV1JobSpec
+
     spec = rendered("kubernetes", image="mine:1", gpus=8)["job_manifest"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     container.update(args=["prefect"], env=[{"name": "A", "value": "b"}])

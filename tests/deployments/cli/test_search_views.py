@@ -5,12 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import optuna
 import pytest
 
 from tests.support.searches import search_experiment, searched
@@ -22,6 +22,9 @@ from trial_core.search.simulate import read_curves, simulate
 from trialflow.deployments.cli.main import main
 
 SEARCH = "toy-00000000beef"
+
+
+pytestmark = pytest.mark.xdist_group("searches")  # `stored` is made once
 
 
 @pytest.fixture
@@ -43,10 +46,19 @@ def run(
     return run
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Search]:
+    """A search that is over, and its folder: asha, of 16 trials, of which one has failed."""
+    folder = tmp_path_factory.mktemp("searched")
+    return folder, searched(open_storage(f"file://{folder}"), failures={3: "out of memory"})
+
+
 @pytest.fixture
-def search(storage: Storage) -> Search:
-    """A search that is over: asha, of 16 trials, of which one has failed."""
-    return searched(storage, failures={3: "out of memory"})
+def search(stored: tuple[Path, Search], tmp_path: Path) -> Search:
+    """That search, in a storage that the test may change."""
+    folder, search = stored
+    shutil.copytree(folder, tmp_path / "storage")
+    return search
 
 
 Run = Callable[..., tuple[int, str, str]]
@@ -192,6 +204,8 @@ def test_a_search_as_a_page(search: Search, run: Run, tmp_path: Path) -> None:
 
 def test_a_search_as_an_optuna_study(search: Search, run: Run, tmp_path: Path) -> None:
     """In the database that is named, by the search's id; what the database says is an error."""
+    import optuna  # takes a second
+
     url = f"sqlite:///{tmp_path}/study.db"
     code, text, _ = run("show", "toy", "--optuna", url)
     assert (code, text) == (0, f"stored as the Optuna study {SEARCH}\n")
