@@ -87,7 +87,8 @@ def test_deploying_twice_changes_nothing(client: SyncPrefectClient) -> None:
 
 def test_changes_made_in_the_ui_stay(client: SyncPrefectClient) -> None:
     """A schedule, default parameters, job variables and a paused automation survive an update."""
-    deploy(client)
+    changed = (ALL[0], "deployment prune/prune", f"automation {CRASH_SILENT!r}")
+    deploy(client, only=changed)
     found = client.read_deployment_by_name("prune/prune")
     schedule = DeploymentScheduleCreate(schedule=CronSchedule(cron="0 3 * * *"), slug="nightly")
     client.create_deployment_schedules(found.id, [schedule])
@@ -97,9 +98,8 @@ def test_changes_made_in_the_ui_stay(client: SyncPrefectClient) -> None:
     )  # fmt: skip
     change_automation(client, CRASH_SILENT, enabled=False, description="other")
 
-    verbs = deploy(client, directory=Path("/elsewhere"))
-    assert verbs["deployment prune/prune"] == "changed"
-    assert verbs[f"automation {CRASH_SILENT!r}"] == "changed"
+    verbs = deploy(client, only=changed, directory=Path("/elsewhere"))
+    assert verbs == dict(zip(changed, ("unchanged", "changed", "changed"), strict=True))
     after = client.read_deployment_by_name("prune/prune")
     assert [each.slug for each in after.schedules] == ["nightly"]
     assert after.parameters == {"dry_run": False}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -28,10 +28,17 @@ def client(prefect_server: PrefectServer) -> Iterator[SyncPrefectClient]:
             pass
 
 
-def deploy(client: SyncPrefectClient, dry_run: bool = False, **changes: Any) -> dict[str, str]:
-    """Deploy with four GPUs, unless `changes` say otherwise; the verb for each resource."""
+def deploy(
+    client: SyncPrefectClient, dry_run: bool = False, only: Collection[str] = (), **changes: Any
+) -> dict[str, str]:
+    """Deploy with four GPUs, unless `changes` say otherwise; the verb for each resource.
+
+    Args:
+        only: the titles of the resources that the test needs; empty: all.
+    """
     arguments = {"gpus": 4, "directory": Path("/srv/runs"), **changes}
     resources = wanted_resources("process", POOL, arguments.pop("gpus"), **arguments)
+    resources = [each for each in resources if not only or each.title in only]
     return {change.resource: change.verb for change in set_up(resources, client, dry_run)}
 
 

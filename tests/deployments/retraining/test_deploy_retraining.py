@@ -21,7 +21,7 @@ from tests.support.slots import toy_config
 from tests.support.waiting import until
 from trialflow.deployments.cli.deploy import remove_withdrawn, wanted_resources
 from trialflow.deployments.flow_deployment import models_on_server
-from trialflow.deployments.resources import set_up, take_down
+from trialflow.deployments.resources import Pool, set_up, take_down
 from trialflow.deployments.retraining import (
     SLUG,
     RetrainingRequest,
@@ -65,10 +65,17 @@ def deploy(
     wanted: list[RetrainingRequest],
     dry_run: bool = False,
     pool: str = POOL,
+    is_alone: bool = False,
 ) -> dict[str, str]:
-    """Deploy; what was done with each resource of the model."""
+    """Deploy; what was done with each resource of the model.
+
+    Args:
+        is_alone: without the deployments and automations that are not the model's.
+    """
     models = models_on_server(client)
     things = wanted_resources("process", pool, None, None, retrainings=wanted, models=models)
+    if is_alone:
+        things = [each for each in things if isinstance(each, Pool) or "gpt" in each.title]
     done = [*set_up(things, client, dry_run), *remove_withdrawn(wanted, client, dry_run)]
     return {each.resource: each.verb for each in done if "gpt" in each.resource}
 
@@ -81,10 +88,10 @@ def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
     """A dry run changes nothing; the first deployment creates deployment, schedule and automation;
     the second leaves them unchanged; then they can be removed."""
     wanted = requests(schedule=NIGHTLY, on_data_arrived=True)
-    assert deploy(client, wanted, dry_run=True) == dict.fromkeys(
+    assert deploy(client, wanted, dry_run=True, is_alone=True) == dict.fromkeys(
         [DEPLOYMENT, NIGHTLY_SCHEDULE, AUTOMATION], "created"
     )
-    assert deploy(client, wanted) == dict.fromkeys(
+    assert deploy(client, wanted, is_alone=True) == dict.fromkeys(
         [DEPLOYMENT, NIGHTLY_SCHEDULE, AUTOMATION], "created"
     )
     deployment, rules = (
@@ -92,7 +99,7 @@ def test_the_second_time_changes_nothing(client: SyncPrefectClient) -> None:
         client.read_automations_by_name(automation_name("gpt")),
     )
     assert deployment.parameters == wanted[0].deployment.from_file
-    assert deploy(client, wanted) == dict.fromkeys(
+    assert deploy(client, wanted, is_alone=True) == dict.fromkeys(
         [DEPLOYMENT, NIGHTLY_SCHEDULE, AUTOMATION], "unchanged"
     )
     assert read_deployment(client) == deployment
