@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.driving import drive, warm
 from tests.support.flow import train
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, load_config
+from trial_core.processes.slots.fork_server import ForkServer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = [pytest.mark.slots, pytest.mark.server]
+pytestmark = pytest.mark.slots
 
 
 def example(name: str, folder: Path, *changes: str) -> ExperimentConfig:
@@ -28,7 +30,10 @@ def example(name: str, folder: Path, *changes: str) -> ExperimentConfig:
     [
         (
             "gpt_stdlib/experiment.yaml", 20, 10, "bits_per_byte",
-            ["resources.slots_per_trial=2", "hyperparameters.validation_windows=64"],
+            [
+                "resources.slots_per_trial=2", "hyperparameters.validation_windows=32",
+                "hyperparameters.overwrite_deepspeed_args={train_micro_batch_size_per_gpu: 2}",
+            ],
         ),
         *(
             pytest.param(f"gan/{it}.yaml", 300, 20, "nearest_distance", [], marks=pytest.mark.long)
@@ -38,16 +43,18 @@ def example(name: str, folder: Path, *changes: str) -> ExperimentConfig:
     ],
 )  # fmt: skip
 def test_an_example_learns(
-    here: Path, name: str, batches: int, period: int, metric: str, changes: list[str]
-) -> None:
+    tmp_path: Path, warm_server: ForkServer, name: str, batches: int, period: int, metric: str,
+    changes: list[str],
+) -> None:  # fmt: skip
     """It trains, validates and saves, and its searcher metric improves."""
     if not name.startswith("gpt_stdlib"):
         pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")
     config = example(
-        name, here, f"searcher.max_length={{batches: {batches}}}", f"scheduling_unit={period}",
+        name, tmp_path, f"searcher.max_length={{batches: {batches}}}", f"scheduling_unit={period}",
         f"min_validation_period={{batches: {period}}}", "checkpoint_policy=all", *changes,
     )  # fmt: skip
-    result = train(config)
+    with warm(warm_server, tmp_path / "home"):
+        result = drive(config)
     first, *_, last = CheckpointStore(config.checkpoint_storage.url).list(result.trial)
     assert first.progress.batches_trained == period
     assert last.progress.batches_trained == result.batches_trained == batches
@@ -57,6 +64,7 @@ def test_an_example_learns(
 
 
 @pytest.mark.long
+@pytest.mark.server
 def test_hugging_faces_trainer_learns(here: Path) -> None:
     """Its script has two ranks under ZeRO-2. Its checkpoints are the run's."""
     pytest.importorskip("accelerate", reason="transformers.Trainer needs accelerate")
@@ -74,6 +82,7 @@ PATIENCE, PERIOD = 2, 6
 
 
 @pytest.mark.long
+@pytest.mark.server
 def test_roc_auc_stops_when_its_area_stops_improving(here: Path) -> None:
     """Its callbacks end the run early, save their state, and log on rank 0; the area of all
     patients differs from the mean of the ranks' areas."""
@@ -117,6 +126,7 @@ def test_roc_auc_stops_when_its_area_stops_improving(here: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.server
 def test_the_core_api_script_learns_and_continues(here: Path) -> None:
     """A second run of the trial starts from its checkpoint, and trains further."""
     pytest.importorskip("sklearn", reason="this example reads data of scikit-learn")

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 from trial_core.config import ExperimentConfig
 from trial_core.driver.drive import drive_trial
@@ -11,6 +16,7 @@ from trial_core.driver.placement import Placement
 from trial_core.driver.result import TrialResult
 from trial_core.driver.run import Given
 from trial_core.observe.events.observers import Observer
+from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.schedule.stop_requests import StopHandler
 
 TRIAL = "toy-0000beef"
@@ -35,6 +41,15 @@ class Notices(Seen):
 
     def notice(self, text: str) -> None:
         self.notices.append(text)
+
+
+@contextmanager
+def warm(server: ForkServer, home: Path) -> Iterator[None]:
+    """Runs of the block have their ranks forked by `server`, and their files in `home`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIALFLOW_HOME", str(home))
+        patch.setattr("trial_core.driver.placement.ForkServer", lambda *_: nullcontext(server))
+        yield
 
 
 def drive(

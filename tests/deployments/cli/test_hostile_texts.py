@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import chdir, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ import msgspec
 import pytest
 
 from tests.support.cli import ROOT, write_experiment
-from tests.support.driving import drive
+from tests.support.driving import drive, warm
 from tests.support.manifests import leave_unfinished_upload
 from tests.support.searches import searched
 from trial_core.checkpoint import layout
@@ -225,11 +225,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory, warm_server: ForkServer) ->
         folder, trackers=[{"tensorboard": {}}], min_checkpoint_period={"batches": 4},
         resources={"slots_per_trial": 1}, checkpoint_storage={"url": str(folder / "store")},
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRIALFLOW_HOME", str(folder / "home"))
-        patch.setattr(
-            "trial_core.driver.placement.ForkServer", lambda modules: nullcontext(warm_server)
-        )
+    with warm(warm_server, folder / "home"):
         drive(load_config(path))
     store = CheckpointStore(str(folder / "store"))
     older, newest = store.list()

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cli import write_experiment
+from tests.support.driving import warm
 from tests.support.manifests import new_manifest
 from tests.support.slots import lines
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.processes.slots.fork_server import ForkServer
 from trialflow.deployments.cli.main import main
 from trialflow.flows.server import embedded_server
 
-pytestmark = [pytest.mark.slots, pytest.mark.server]
+pytestmark = pytest.mark.slots
 
 SCRIPT = {"searcher": {"metric": "loss"}}
 
 
 def stored(folder: Path) -> set[Path]:
     return {file for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def here(tmp_path: Path, warm_server: ForkServer) -> Iterator[Path]:
+    """A folder for all files of runs."""
+    with warm(warm_server, tmp_path / "home"):
+        yield tmp_path
 
 
 @pytest.fixture
