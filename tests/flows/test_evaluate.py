@@ -31,6 +31,7 @@ from trial_core.schedule.stop_requests import StopHandler
 from trialflow.deployments.cli.console import REFUSED
 from trialflow.deployments.cli.main import main
 from trialflow.flows import evaluate as evaluate_flow
+from trialflow.flows.server.prefect_settings import prepare_prefect
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -71,6 +72,7 @@ def test_the_newest_checkpoint_on_other_slots(
     As JSON and as a table on the run's page. Nothing is trained, and no claim is left. Other
     hyperparameters than the checkpoint's are told.
     """
+    prepare_prefect()  # as the command does: one warm process forks the ranks of both runs
     config, result = trained(here)
     storage = config.checkpoint_storage.url
     path = write_experiment(

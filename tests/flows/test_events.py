@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from prefect import flow, runtime
 
+from tests.flows.conftest import HungRun
 from tests.support.events import check_fields, events_of, related
-from tests.support.flow import breaking, one_slot, train
+from tests.support.flow import one_slot, train
 from tests.support.prefect import PrefectServer
 from trial_core.checkpoint import layout
 from trial_core.models.registry import Registry
@@ -21,14 +22,12 @@ from trialflow.tasks.events import CHAMPION, COMMITTED, RESTARTING, STALLED
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
 
-def test_a_run_that_hangs_restarts_and_commits(here: Path, prefect_server: PrefectServer) -> None:
+def test_a_run_that_hangs_restarts_and_commits(
+    here: Path, hung_run: HungRun, prefect_server: PrefectServer
+) -> None:
     """One event of each fact, with all fields, of the right resources; also from a flow of one's
     own that promotes the checkpoint, twice."""
-    config = one_slot(
-        here, 8, max_restarts=1, stopping={"stall_timeout_seconds": 3},
-        min_validation_period={"batches": 8}, hyperparameters=breaking(here, "sleep", 5),
-    )  # fmt: skip
-    result = train(config)
+    config, result = hung_run.config, hung_run.result
     expected = [COMMITTED, STALLED, RESTARTING, COMMITTED]
     found = events_of(prefect_server, result.flow_run_id, len(expected))
     assert [each["event"] for each in found] == expected
@@ -68,12 +67,14 @@ def test_a_run_that_hangs_restarts_and_commits(here: Path, prefect_server: Prefe
     assert related(promoted)["checkpoint"] == f"trialflow.checkpoint.{champion.checkpoint}"
 
 
-def test_checkpoints_are_assets(here: Path, prefect_server: PrefectServer) -> None:
+def test_checkpoints_are_assets(
+    here: Path, hung_run: HungRun, prefect_server: PrefectServer
+) -> None:
     """Their materialization names the data and the source that the trial is made from, without
     passwords; Prefect's server keeps it as an event."""
-    first = train(one_slot(here, 4))
+    first = hung_run.result
     data = {"train": "s3://me:secret@data/train", "more": ["s3://data/a b", "none"], "rows": 3}
-    config = one_slot(here, 4, data=data).starting_from(uuid=first.checkpoint_uuid)
+    config = one_slot(hung_run.folder, 4, data=data).starting_from(uuid=first.checkpoint_uuid)
     result = train(config)
     name = "prefect.asset.materialization.succeeded"
     (event,) = events_of(prefect_server, result.flow_run_id, 1, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support.driving import Notices, Seen, drive
 from tests.support.fitting import fit_toys
 from tests.support.flow import one_slot, stages, train
 from tests.support.prefect import PrefectServer
-from tests.support.slots import toy_config
+from tests.support.slots import TOY, toy_config
 from tests.trial_core.trainer.fits import every, run
 from trial_core.checkpoint.retention_policy import best_of_trial
 from trial_core.checkpoint.store import CheckpointStore
@@ -131,7 +132,8 @@ def test_a_flow_repeats_a_stage(here: Path, prefect_server: PrefectServer) -> No
 def test_a_function_that_is_not_there_is_found_before_training(here: Path) -> None:
     """With its place in the file."""
     seen = Seen()
-    missing = config(here, NOTE, {"run": "own_stages:nothing", "after": "training"})
+    found = {"run": "json:dumps", "after": "training"}
+    missing = config(here, found, {"run": "json:nothing", "after": "training"})
     with pytest.raises(ConfigError, match=r"stages\[1\]\.run: it cannot be imported: .*nothing"):
         drive(missing, observer=seen)
     assert not any(stage.startswith("train-workload") for stage in seen.stages)
@@ -139,12 +141,23 @@ def test_a_function_that_is_not_there_is_found_before_training(here: Path) -> No
 
 def test_a_stop_kills_those_that_run(here: Path) -> None:
     """The run saves, and does not wait for them."""
+    code = here / "code"
+    code.mkdir()
+    shutil.copy(TOY / "toy_trial.py", code)
+    (code / "hanging.py").write_text(  # a process that imports little
+        "import pathlib, time\n"
+        "def hang(argument):\n"
+        f"    pathlib.Path({str(here / 'hangs')!r}).touch()\n"
+        "    time.sleep(3600)\n"
+    )
     hang = {
-        "run": "own_stages:hang", "after": "validate", "timeout_seconds": None,
+        "run": "hanging:hang", "after": "validate", "timeout_seconds": None,
         "retries": 3, "retry_delay_seconds": 600,
     }  # fmt: skip
-    endless = config(
-        here, hang, searcher={"metric": "loss", "max_length": {"batches": 10**6}},
+    endless = one_slot(
+        here, 10**6, code=str(code), min_validation_period={"batches": 4},
+        min_checkpoint_period=None, stages=[hang],
+        hyperparameters={"at_batch": 5, "do": "wait", "wait_for": str(here / "hangs")},
     )  # fmt: skip
 
     class Stopping(Seen):

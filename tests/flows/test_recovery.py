@@ -10,7 +10,8 @@ import pytest
 
 import trialflow.flows.train
 import trialflow.tasks.stages
-from tests.support.flow import breaking, one_slot, resumption, stages, train
+from tests.flows.conftest import HungRun
+from tests.support.flow import one_slot, resumption, stages, train
 from tests.support.prefect import PrefectServer
 from tests.support.slots import lines
 from tests.support.stages import all_stages, faking
@@ -78,17 +79,12 @@ def test_a_failed_fetch_is_retried_with_warm_ranks(
 
 
 def test_hung_ranks_are_replaced_and_their_stacks_logged(
-    here: Path, prefect_server: PrefectServer
+    hung_run: HungRun, prefect_server: PrefectServer
 ) -> None:
     """The run resumes from its last checkpoint; the run's log says where they hung."""
-    config = one_slot(
-        here, 8, max_restarts=1, stopping={"stall_timeout_seconds": 3},
-        hyperparameters=breaking(here, "sleep", 5),
-    )  # fmt: skip
-    result = train(config)
-    assert result.batches_trained == 8
-    resumption(here, 5, 8)
-    of_this_run = {"logs": {"flow_run_id": {"any_": [result.flow_run_id]}}, "limit": 200}
+    assert hung_run.result.batches_trained == 8
+    resumption(hung_run.folder, 5, 8)
+    of_this_run = {"logs": {"flow_run_id": {"any_": [hung_run.result.flow_run_id]}}, "limit": 200}
     messages = [each["message"] for each in prefect_server.query("logs/filter", of_this_run)]
     assert any(
         "no batch has ended for 3 s" in message and "in _misbehave" in message

@@ -16,13 +16,14 @@ from prefect.states import Running
 
 import trialflow.flows.search
 from tests.flows.lifecycle.conftest import set_state, state_of
+from tests.support.flow import WarmForkServer
 from tests.support.prefect import PrefectServer
 from tests.support.slots import TOY, lines
 from tests.support.tensors import differing, stored_tensors
 from tests.support.waiting import WAIT_SECONDS, stops_reach_ranks, until
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import SearchError
-from trial_core.processes.slots.fork_server import ServerProcess
+from trial_core.processes.slots.fork_server import ForkServer, ServerProcess
 from trial_core.search.log import Begun, Exited, Opened, RungReached, SearchLog, searches
 from trial_core.search.search import Search
 from trial_core.search.settings import SearchExperiment
@@ -68,18 +69,31 @@ def log_of(here: Path, name: str) -> SearchLog:
 
 
 def test_a_search_trains_the_better_trials_further(
-    prefect_server: PrefectServer, here: Path, fork_servers: list[ServerProcess]
+    prefect_server: PrefectServer, here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each training is a flow run below the search's; a trial that waits has its checkpoint. The
     ranks of all trainings come from one process, which has imported PyTorch once."""
-    config = experiment(here, {})
+    made: list[ForkServer] = []
+    used: set[ServerProcess] = set()
+
+    class Counted(WarmForkServer):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+        def prepare(self, *arguments: Any) -> ServerProcess:
+            used.add(process := super().prepare(*arguments))
+            return process
+
+    monkeypatch.setattr("trial_core.driver.placement.ForkServer", Counted)
+    config = experiment(here, {}, max_trials=2)
     result = search(config)
-    assert len(fork_servers) == 1
+    assert (len(made), len(used)) == (1, 1)
     assert isinstance(result, SearchResult)
-    assert (result.is_over, result.stop_reason, result.trials) == (True, None, 3)
+    assert (result.is_over, result.stop_reason, result.trials) == (True, None, 2)
     log = log_of(here, result.search)
     reached = [event for event in log.events if isinstance(event, RungReached)]
-    assert [event.batches for event in reached].count(3) == 3
+    assert [event.batches for event in reached].count(3) == 2
     assert [event.batches for event in reached].count(6) >= 1
     store = CheckpointStore(f"file://{here}/checkpoints")
     for event in reached:

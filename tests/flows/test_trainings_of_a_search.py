@@ -123,7 +123,7 @@ def trainings(here: Path, monkeypatch: pytest.MonkeyPatch) -> Trainings:
     for module in (
         trialflow.flows.lifecycle.stop_monitor, trialflow.flows.search, trialflow.flows.train
     ):  # fmt: skip
-        monkeypatch.setattr(module, "POLL_SECONDS", 0.1)
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.3)
     monkeypatch.setattr(trialflow.flows.search, "side_by_side", lambda experiment: 1)
     return found
 
@@ -289,10 +289,15 @@ def test_a_trial_whose_checkpoint_was_deleted_is_trained_again_with_a_warning(
 def test_a_limit_of_trials_side_by_side_is_told(
     trainings: Trainings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once, if more are due at a time."""
+    """Once, if more are due at a time. The search of this test ends with its first trial."""
     monkeypatch.setattr(trialflow.flows.search, "MAX_SIDE_BY_SIDE", 1)
-    with observing(told := Told()):
-        trainings.search(num_rungs=1, max_trials=2)
+
+    def end(number: int, stopping: StopHandler, result: TrialResult) -> None:
+        raise StorageError("it is away")
+
+    trainings.act = end
+    with observing(told := Told()), pytest.raises(StorageError):
+        trainings.search(max_trials=2)
     assert told.notices == ["2 trials may be due at a time; at most 1 train side by side"]
 
 
@@ -312,7 +317,7 @@ def stop_of(number: int, state: Any) -> Callable[[int, StopHandler, TrialResult]
 def test_a_trial_whose_flow_run_is_cancelled_is_out(trainings: Trainings) -> None:
     """A person has ended it; the search continues without it."""
     trainings.act = stop_of(0, Cancelling())
-    result = trainings.search()
+    result = trainings.search(num_rungs=1, max_trials=2)
     assert (result.is_over, result.stop_reason) == (True, None)
     assert trainings.exits() == [(0, "its flow run was cancelled")]
 

@@ -18,9 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import certifi
 import filelock
 import httpx
 import pytest
@@ -34,8 +36,29 @@ STOP_LIMIT_SECONDS = 15.0
 # On SQLite, a server with several writers may not answer for a minute.
 STANDSTILL_SECONDS = 90.0
 ROOT = Path(__file__).parents[2]
-PREPARED = "TRIALFLOW_TEST_DATABASES"
-"""The folder of a database after Prefect's migrations, which new servers of tests copy."""
+ELSEWHERE = "PREFECT_SERVER_DATABASE_CONNECTION_URL"
+"""Is set where servers of tests have another database than their own SQLite file."""
+PREPARED = "TRIALFLOW_TEST_PREPARED"
+"""The folder of what is made once: a database that new servers copy, and a certificate."""
+MAKE_DATABASE = """
+import asyncio
+from prefect.server.database import provide_database_interface
+from prefect.server.models.block_registration import run_block_auto_registration
+
+async def make():
+    database = provide_database_interface()
+    await database.create_db()
+    async with await database.session() as session:
+        await run_block_auto_registration(session)
+
+asyncio.run(make())
+"""
+"""Makes what a server makes when it starts: Prefect's tables, and its types of blocks."""
+HAS_DATABASE = {
+    "PREFECT_SERVER_DATABASE_MIGRATE_ON_START": "false",
+    "PREFECT_API_BLOCKS_REGISTER_ON_START": "false",
+}
+"""Settings with which a server uses a prepared database as it is, and starts sooner."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +72,12 @@ class PrefectServer:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables with which a process uses this server and no user settings."""
-        return {**isolated(self.home), "PREFECT_API_URL": self.api_url}
+        return {
+            **isolated(self.home),
+            "PREFECT_API_URL": self.api_url,
+            # Each client asks for a token before its first change, and the server wants none.
+            "PREFECT_CLIENT_CSRF_SUPPORT_ENABLED": "false",
+        }
 
     def configured(self) -> AbstractContextManager[None]:
         """Make flows of this process use this server, for a block."""
@@ -98,6 +126,7 @@ def plain_client(timeout_seconds: float = 5.0) -> httpx.Client:
 def isolated(home: Path) -> dict[str, str]:
     """Environment variables that keep Prefect to the folder `home` and off the network."""
     return {
+        "PREFECT_API_SSL_CERT_FILE": str(one_certificate()),
         "PREFECT_HOME": str(home),
         "PREFECT_PROFILES_PATH": str(home / "profiles.toml"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -106,10 +135,30 @@ def isolated(home: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def databases(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Choose the folder of the prepared database; processes of one pytest session share it."""
+def prepared_files(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Choose the folder of prepared files: pytest's cache, so that later sessions have them too.
+
+    Processes of one session share it.
+    """
     base = tmp_path_factory.getbasetemp()
-    os.environ[PREPARED] = str(base.parent if "PYTEST_XDIST_WORKER" in os.environ else base)
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    if (cache := getattr(request.config, "cache", None)) is not None:
+        folder = cache.mkdir(f"prefect-{version('prefect')}")
+    os.environ[PREPARED] = str(folder)
+
+
+def one_certificate() -> Path:
+    """A file with one certificate. Each client of Prefect loads all those that it is to trust,
+    which takes longer than its requests; servers of tests have no TLS."""
+    file = Path(os.environ[PREPARED], "certificate.pem")
+    if not file.exists():
+        end = "-----END CERTIFICATE-----\n"
+        making = file.with_name(f"certificate-{os.getpid()}.pem")
+        making.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+        making.rename(file)
+    return file
 
 
 def prepared(home: Path) -> Path:
@@ -119,7 +168,7 @@ def prepared(home: Path) -> Path:
     database makes them there.
     """
     home.mkdir(parents=True, exist_ok=True)
-    if "PREFECT_SERVER_DATABASE_CONNECTION_URL" in os.environ:
+    if ELSEWHERE in os.environ:
         return home
     template = Path(os.environ[PREPARED], "prefect")
     with filelock.FileLock(f"{template}.lock"):  # processes may share `home`, too
@@ -128,7 +177,7 @@ def prepared(home: Path) -> Path:
         if not template.exists():
             making = template.with_name("prefect-being-made")
             subprocess.run(
-                [sys.executable, "-m", "prefect", "server", "database", "upgrade", "--yes"],
+                [sys.executable, "-c", MAKE_DATABASE],
                 cwd=ROOT, env={**os.environ, **isolated(making)}, check=True, capture_output=True,
             )  # fmt: skip
             making.rename(template)
@@ -152,7 +201,11 @@ def running_server(home: Path) -> Iterator[PrefectServer]:
     with _prefect_process(
         ["server", "start", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]],
         # The UI sends its requests to this address; by default to port 4200.
-        {**isolated(home), "PREFECT_UI_API_URL": server.api_url},
+        {
+            **isolated(home),
+            **({} if ELSEWHERE in os.environ else HAS_DATABASE),
+            "PREFECT_UI_API_URL": server.api_url,
+        },
         home / "server.log",
         ready=lambda: _answers(f"{server.api_url}/health"),
         before=[sys.executable, process_reaper.__file__, str(os.getpid())],

@@ -125,7 +125,7 @@ def stage(
 ) -> Iterator[Stage]:
     stage = Stage(prefect_server, tmp_path)
     monkeypatch.setattr(trialflow.flows.train, "train_trial", stage.train_trial)
-    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(trialflow.flows.lifecycle.stop_monitor, "POLL_SECONDS", 0.2)
     # Prefect forwards the signal to the previous handler, which here is pytest's.
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     with prefect_server.configured():

@@ -111,7 +111,9 @@ def test_a_server_that_restarts_deletes_no_run(watching: Watching) -> None:
         assert not watching.is_deleted_within(5, FOUND)
 
 
-@pytest.mark.parametrize("health", [PROXYS_404, PROXYS_200])
+@pytest.mark.parametrize(
+    "health", [PROXYS_404, pytest.param(PROXYS_200, marks=pytest.mark.long)], ids=["404", "200"]
+)
 def test_a_proxy_deletes_no_run(watching: Watching, health: tuple[int, str]) -> None:
     """Its 404 counts at no time: the health check is not answered by Prefect."""
     assert not watching.is_deleted_within(150, PROXYS_404, health)

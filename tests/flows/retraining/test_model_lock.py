@@ -17,7 +17,6 @@ from prefect.states import Crashed, Running
 
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import RetrainHarness
-from tests.support.waiting import until
 from trialflow.flows.retrain import retrain
 from trialflow.flows.retraining import model_lock as module
 from trialflow.flows.retraining.model_lock import (
@@ -79,13 +78,21 @@ def test_a_second_run_is_refused(model: str) -> None:
         pass
 
 
-def test_a_later_attempt_waits(model: str) -> None:
-    """Until the run that holds the lock has ended."""
+def test_a_later_attempt_waits(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the run that holds the lock has ended; it withdraws its announcement between looks."""
     first, second = running_run(), running_run()
+    release, withdrawn = module._ModelLock.release, threading.Event()
+
+    def release_and_look(self: module._ModelLock) -> None:
+        release(self)
+        if self._run_id == second and labels_of(second).get(HEARTBEAT_LABEL) == "":
+            withdrawn.set()
+
+    monkeypatch.setattr(module._ModelLock, "release", release_and_look)
     with ThreadPoolExecutor(1) as pool:
         with model_lock(model, first, wait=False):
             waiting = pool.submit(acquire_and_release, model, second)
-            until(lambda: labels_of(second).get(HEARTBEAT_LABEL) == "", "a look and a withdrawal")
+            assert withdrawn.wait(LIMIT_SECONDS)
             assert not waiting.done()
         waiting.result(LIMIT_SECONDS)
 

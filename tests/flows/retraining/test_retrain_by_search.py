@@ -12,13 +12,18 @@ from typing import Any
 import pytest
 
 import trialflow.flows.retrain
+import trialflow.flows.train
+from tests.support.manifests import commit_files
 from tests.support.prefect import PrefectServer
 from tests.support.retraining import RetrainHarness
 from tests.support.slots import TOY
 from tests.support.waiting import WAIT_SECONDS, ask, stops_reach_ranks, until
 from trial_core.config import ExperimentConfig
+from trial_core.driver.result import TrialResult
+from trial_core.driver.run import Given
 from trial_core.errors import ConfigError, TrialflowError
 from trial_core.processes.machine.run_dirs import trial_id
+from trial_core.schedule.sequencer import Progress
 from trial_core.search.log import Begun, RungReached, SearchLog
 from trial_core.search.settings import SearchExperiment
 from trialflow.flows.search import SearchResult
@@ -51,6 +56,20 @@ class SearchHarness(RetrainHarness):
             }
         )  # fmt: skip
 
+    def train_trial(self, config: ExperimentConfig, trial: str, given: Given) -> TrialResult:
+        """In place of training: of the two trials, the second is the better one."""
+        length = config.searcher.max_length.value
+        metrics = {"loss": 1 / config.hyperparameters["micro_batch_size"]}
+        saved = commit_files(
+            self.store, length, trial=trial, experiment=self.model,
+            hyperparameters=config.hyperparameters, metrics={"validation": metrics},
+            progress=Progress(length, validated_at=length),
+        )  # fmt: skip
+        return TrialResult(
+            trial, length, stopped_early=False, checkpoint_uuid=saved.uuid, checkpoint_at=length,
+            validation_metrics=metrics, validated_at=length,
+        )  # fmt: skip
+
     def search_of(self, run: Any) -> str:
         """The id of a run's search."""
         return trial_id(self.model, str(run))
@@ -64,13 +83,21 @@ class SearchHarness(RetrainHarness):
 
 @pytest.fixture
 def searching(prefect_server: PrefectServer, here: Path) -> SearchHarness:
-    """A model without versions, with real ranks."""
+    """A model without versions."""
     return SearchHarness(prefect_server, here)
 
 
-@pytest.mark.slots
-def test_the_best_trial_of_a_search_is_promoted(searching: SearchHarness) -> None:
+@pytest.mark.parametrize(
+    "has_ranks",
+    [False, pytest.param(True, marks=[pytest.mark.slots, pytest.mark.long])],
+    ids=["stand-in", "ranks"],
+)
+def test_the_best_trial_of_a_search_is_promoted(
+    searching: SearchHarness, monkeypatch: pytest.MonkeyPatch, has_ranks: bool
+) -> None:
     """Its checkpoint is the version, and the report has the search and the hyperparameters."""
+    if not has_ranks:
+        monkeypatch.setattr(trialflow.flows.train, "train_trial", searching.train_trial)
     result = searching.run()
     assert (result.promoted, result.champion, result.challenger) == (True, None, 1)
     run = result.flow_run_id
