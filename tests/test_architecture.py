@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from trial_core.common.python_source import without_collections
+from tests.support.syntax import syntax_of
 
-pytestmark = pytest.mark.xdist_group("architecture")  # one process parses all modules
+pytestmark = pytest.mark.xdist_group("syntax")
 ROOT = Path(__file__).parents[1]
 # Trials that `trialflow init` copies: users' code, which trialflow itself never imports.
 TRIAL_TEMPLATES = ROOT / "deployments" / "trial_templates"
@@ -227,11 +227,9 @@ def test_names_of_deepspeeds_files_are_known_to_deepspeeds_room_alone() -> None:
     assert others == {"trial_core.checkpoint.transfer.import_checkpoint"}
 
 
-@functools.cache
 def _tree(module: str) -> ast.Module:
     """A module's syntax tree."""
-    with without_collections():
-        return ast.parse(MODULES[module].read_text())
+    return syntax_of(MODULES[module])
 
 
 def test_a_name_means_one_thing() -> None:

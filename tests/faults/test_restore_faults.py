@@ -94,7 +94,7 @@ def stored(
     return get
 
 
-@pytest.mark.parametrize("kind", ["cut in the middle", "503"])
+@pytest.mark.parametrize("kind", ["cut in the middle", pytest.param("503", marks=pytest.mark.long)])
 def test_a_fault_that_passes(stored: Callable[[str], Stored], tmp_path: Path, kind: str) -> None:
     """At some of the requests, not the same for all kinds."""
     here = stored("moto")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -14,31 +16,65 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_SECONDS = 300
+VARIABLES = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
-# Forks all ranks after one import of torch, which takes seconds.
+# Forks the ranks of one program after the other: importing torch takes seconds.
 LAUNCHER = """
 import importlib, json, os, sys, traceback
 import torch.distributed
 
-program, preload, ranks = json.load(sys.stdin)
-for module in preload:
-    importlib.import_module(module)
-for environment, output, errors in ranks:
-    if os.fork() == 0:
-        os.environ.update(environment)
-        for number, path in ((1, output), (2, errors)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-        try:
-            exec(compile(program, "<rank>", "exec"), {"__name__": "__main__"})
-        except BaseException:
-            traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-for _ in ranks:
-    os.wait()
+told = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # DeepSpeed's import prints
+for line in sys.stdin:
+    program, preload, base, ranks = json.loads(line)
+    for module in preload:
+        importlib.import_module(module)
+    for environment, output, errors in ranks:
+        if os.fork() == 0:
+            os.environ.clear()
+            os.environ.update({**base, **environment})
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            for number, path in ((1, output), (2, errors)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+            try:
+                exec(compile(program, "<rank>", "exec"), {"__name__": "__main__"})
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+    for _ in ranks:
+        os.wait()
+    print("ended", file=told, flush=True)
 """
+
+
+@functools.cache
+def _launcher(preload: tuple[str, ...]) -> subprocess.Popen[str]:
+    """The process that forks ranks with these modules, until this one ends."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", LAUNCHER],
+        env={**os.environ, **VARIABLES}, cwd=ROOT,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def _launch(program: str, preload: tuple[str, ...], base: Any, ranks: Any, seconds: float) -> None:
+    """Have ranks forked, and wait until they have ended."""
+    launcher = _launcher(preload)
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    try:
+        launcher.stdin.write(json.dumps([program, preload, base, ranks]) + "\n")
+        launcher.stdin.flush()
+        readable, _, _ = select.select([launcher.stdout], [], [], seconds)
+        assert readable, f"the ranks did not end within {seconds:g} s"
+        assert launcher.stdout.readline() == "ended\n", "the launcher of the ranks failed"
+    except BaseException:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.wait()
+        _launcher.cache_clear()
+        raise
 
 
 def run_ranks(
@@ -46,6 +82,7 @@ def run_ranks(
     world_size: int,
     local_size: int | None = None,
     preload: Sequence[str] = (),
+    seconds: float = 300,
     **environment: str,
 ) -> list[dict[str, Any]]:
     """Run a Python program on every rank; returns the last lines they print, parsed as JSON.
@@ -53,6 +90,7 @@ def run_ranks(
     Args:
         local_size: ranks per machine; less than `world_size` simulates several machines.
         preload: modules that are imported once for all ranks.
+        seconds: how long they may run.
         environment: additional variables for every rank.
     """
     local_size = local_size or world_size
@@ -60,7 +98,7 @@ def run_ranks(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     base = {
-        **os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1",
+        **os.environ, **VARIABLES,
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(local_size), "CROSS_SIZE": str(world_size // local_size),
         **environment,
@@ -79,15 +117,7 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
-        with subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", LAUNCHER],
-            env=base, stdin=subprocess.PIPE, text=True, start_new_session=True,
-        ) as launcher:  # fmt: skip
-            try:
-                launcher.communicate(json.dumps([program, preload, ranks]), timeout=TIMEOUT_SECONDS)
-            except BaseException:
-                os.killpg(launcher.pid, signal.SIGKILL)
-                raise
+        _launch(program, tuple(preload), base, ranks, seconds)
         results = []
         for rank, (_, output, errors) in enumerate(ranks):
             lines = Path(output).read_text().strip().splitlines()

@@ -1,7 +1,7 @@
 """Fixtures: empty checkpoint stores of each kind.
 
-By default each kind of storage and each S3 server is used once; the other combinations are long
-tests.
+By default each kind of storage is used once, and one S3 server: the real one where servers may
+differ, else moto. The other combinations are long tests.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from trial_core.checkpoint.store import CheckpointStore
 
 long = pytest.mark.long
 gateway = pytest.mark.gateway
+
+FOLDER_FIRST = ["file", *(pytest.param(each, marks=long) for each in ("s3", "memory"))]
+"""Kinds of storage for tests to which the kind does not matter."""
 
 
 @pytest.fixture(params=["file", "s3", pytest.param("memory", marks=long)])
@@ -36,7 +39,9 @@ def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoi
     return _new_store(request.getfixturevalue("moto_s3"))
 
 
-@pytest.fixture(params=["moto_s3", pytest.param("ceph_s3", marks=gateway)])
+@pytest.fixture(
+    params=[pytest.param("ceph_s3", marks=gateway), pytest.param("moto_s3", marks=long)]
+)
 def s3_store(request: pytest.FixtureRequest) -> CheckpointStore:
     """An empty store on an S3 server."""
     return _new_store(request.getfixturevalue(request.param))

@@ -229,6 +229,13 @@ class FrozenLater(OwnConfig):
         return super().train_batch(dataloader_iter, epoch_idx, batch_idx)
 
 
+class Unrestored(FrozenLater, OddStates):
+    """All that DeepSpeed does not restore by itself, with buffers as in `RankBuffers`."""
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(*perceptron(2, 4), torch.nn.BatchNorm1d(4))
+
+
 class Experts(SeveralEngines):
     """A model with a mixture-of-experts layer, whose `experts` are divided among `ep` ranks."""
 

@@ -1,6 +1,7 @@
 """Trials that freeze, thaw or set a layer while they train. The first layer stays as it is built.
 
-Hyperparameter: `change`: "freezes", "thaws" or "sets" (a frozen layer).
+Hyperparameter: `change`: "freezes", "thaws", "sets" (a frozen layer), or "all" of a
+`PyTorchTrial`, with a layer for each.
 """
 
 from __future__ import annotations
@@ -20,20 +21,28 @@ AT = 2
 """The first batch with the layer in its second state."""
 
 
+def changes(change: str) -> list[str]:
+    """What happens to the layers from the third on."""
+    return ["freezes", "thaws", "sets"] if change == "all" else [change]
+
+
 def net(change: str) -> Any:
     torch.manual_seed(5)
-    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 2))
+    layers = [nn.Linear(6, 6) for _ in changes(change)]
+    model = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), *layers, nn.Linear(6, 2))
     model[0].requires_grad_(False)
-    model[2].requires_grad_(change == "freezes")
+    for layer, what in zip(layers, changes(change), strict=True):
+        layer.requires_grad_(what == "freezes")
     return model
 
 
 def altered(model: Any, change: str, batch: int) -> None:
-    if change == "sets" and batch >= AT:
-        with torch.no_grad():
-            model[2].bias.add_(1)
-    elif change != "sets":
-        model[2].requires_grad_((change == "freezes") == (batch < AT))
+    for index, what in enumerate(changes(change), start=2):
+        if what == "sets" and batch >= AT:
+            with torch.no_grad():
+                model[index].bias.add_(1)
+        elif what != "sets":
+            model[index].requires_grad_((what == "freezes") == (batch < AT))
 
 
 class Freezing(Compiled):

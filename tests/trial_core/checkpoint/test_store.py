@@ -26,6 +26,7 @@ from tests.support.manifests import (
     stored_keys,
     upload,
 )
+from tests.support.stores import FOLDER_FIRST
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import FileEntry, Manifest, tombstone
 from trial_core.checkpoint.storage.base import StoredObject
@@ -450,6 +451,7 @@ def test_a_small_file_is_verified(local_store: CheckpointStore, tmp_path: Path) 
 # ------------------------------------------------------------------------------------ deleting
 
 
+@pytest.mark.parametrize("kind", FOLDER_FIRST, indirect=True)
 def test_a_deletion_takes_everything(store: CheckpointStore, tmp_path: Path) -> None:
     """Manifest, files and stray files go, other checkpoints stay; it may be repeated."""
     kept, gone = upload(store, tmp_path / "kept"), upload(store, tmp_path / "gone")
@@ -539,6 +541,7 @@ def test_a_failed_listing_is_an_error(tmp_path: Path) -> None:
         CheckpointStore(str(tmp_path / "file")).list()
 
 
+@pytest.mark.parametrize("kind", FOLDER_FIRST, indirect=True)
 def test_a_forgotten_trial_leaves_nothing(store: CheckpointStore) -> None:
     """Checkpoints, uploads, attempts and run files; other trials have theirs."""
     other = commit_files(store, 7, trial="other-1")

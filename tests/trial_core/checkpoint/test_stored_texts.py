@@ -19,10 +19,10 @@ import msgspec
 import msgspec.inspect
 import pytest
 
+from tests.support.syntax import syntax_of
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.layout import StoredPath, checked_path, checked_place
 from trial_core.checkpoint.manifest import FileEntry
-from trial_core.common.python_source import without_collections
 from trial_core.errors import CheckpointDamaged
 
 ROOT = Path(__file__).parents[3]
@@ -149,6 +149,7 @@ def test_each_stored_text_is_in_the_list() -> None:
     assert sorted(free_texts()) == sorted(leading | shown)
 
 
+@pytest.mark.xdist_group("syntax")
 def test_each_type_of_stored_objects_is_in_the_list() -> None:
     """A module with a new type says whether objects of it are stored."""
     classes = [
@@ -163,11 +164,6 @@ def test_each_type_of_stored_objects_is_in_the_list() -> None:
         more = types | {name for _, name, bases in classes if types & set(map(last_name, bases))}
     there = {module for module, name, _ in classes if name in types}
     assert there == {*stored_modules(), *SENT}
-
-
-def syntax_of(path: Path) -> ast.Module:
-    with without_collections():
-        return ast.parse(path.read_text("utf-8"))
 
 
 def last_name(node: ast.expr) -> str:
@@ -206,6 +202,7 @@ def test_paths_in_manifests_have_the_type_that_mypy_refuses() -> None:
     assert names == {"path", "stored_at", "copy_at"}
 
 
+@pytest.mark.xdist_group("syntax")
 def test_no_stored_path_is_made_a_text_for_a_file() -> None:
     """mypy lets an f-string and `str` have any value: none of them is opened, joined or asked."""
     wrong = []

@@ -21,20 +21,27 @@ from trial_core.messages import (
 from trial_core.processes.slots.slot_group import SlotGroup
 
 
-def assert_resuming_is_bit_identical(
+def assert_resuming_is_bit_identical(*given: Any, **hparams: Any) -> Path:
+    """As `resumed_bit_for_bit`; returns the files of the last checkpoint."""
+    return resumed_bit_for_bit(*given, **hparams)[1]
+
+
+def resumed_bit_for_bit(
     slots: SlotGroup,
     folder: Path,
     entrypoint: str,
     optimizations: Mapping[str, Any] | None = None,
     **hparams: Any,
-) -> Path:
+) -> tuple[Driven, Path]:
     """9 batches equal 4 + 5: the same samples, weights, optimizer states and metrics on every rank.
+
+    A run saves at its end alone.
 
     Args:
         optimizations: this section of the experiment.
 
     Returns:
-        The files of the last checkpoint.
+        The uninterrupted run, and the files of the last checkpoint of the resumed one.
     """
 
     def run(part: str, batches: int, resume: Driven | None = None) -> Driven:
@@ -42,7 +49,8 @@ def assert_resuming_is_bit_identical(
         config = toy_config(
             folder / part, batches, scheduling_unit=3, entrypoint=entrypoint,
             # Validations may draw random numbers, so both runs have them after the same batches.
-            min_validation_period={"batches": 4}, optimizations=optimizations or {},
+            min_validation_period={"batches": 4}, checkpoint_policy="none",
+            optimizations=optimizations or {},
             hyperparameters={"record": str(folder / part), "train_samples": 50, **hparams},
         )  # fmt: skip
         return drive(slots, config, folder / part, resume=resume, persist=True)
@@ -60,7 +68,7 @@ def assert_resuming_is_bit_identical(
     assert len(expected) > 7  # a single rank has more, so there is something to compare
     assert differing(expected, restored) == []
     assert rest.validation[-1] == whole.validation[-1]
-    return stored[1]
+    return whole, stored[1]
 
 
 def saved_again(

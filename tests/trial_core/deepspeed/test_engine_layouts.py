@@ -13,7 +13,7 @@ from tests.support.consolidated import export_weights
 from tests.support.slots import build, drive, lines, toy_config
 from tests.support.tensors import differing, tensors
 from tests.trial_core.deepspeed.reshard.resharding import files, resharded
-from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from tests.trial_core.deepspeed.resuming import resumed_bit_for_bit
 from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -50,9 +50,8 @@ def test_two_ranks_of_a_group_train_the_same_samples(
     built = build(slots, config, tmp_path)
     assert (built.topology.world_size, built.topology.data_parallel_size) == (2, 1)
     assert built.batch_samples == 2 * built.topology.micro_batch_samples == 4
-    entrypoint = f"mesh_trials:{layout}"
-    assert_resuming_is_bit_identical(slots, tmp_path, entrypoint, **hparams)
-    validated = drive(slots, config, tmp_path).validation[-1]
+    whole, _ = resumed_bit_for_bit(slots, tmp_path, f"mesh_trials:{layout}", **hparams)
+    validated = whole.validation[-1]
     assert validated["indices"] == sorted(set(validated["indices"]))  # of rank 0 alone
     assert validated["rank"] == 0
     first, second = (lines(tmp_path / "straight", "samples", rank) for rank in (0, 1))

@@ -89,9 +89,9 @@ def recorded(stored: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("ranks", "is_on", "other_ranks", "other_is_on", "stage"),
     [
-        (2, True, 1, True, 1),
-        (1, True, 2, True, 2),
         (2, True, 2, False, 2),
+        long(2, True, 1, True, 1),
+        long(1, True, 2, True, 2),
         long(2, False, 2, True, 1),
         long(4, True, 2, True, 2),
         long(2, True, 1, False, 1),

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -36,12 +37,6 @@ from trial_core.deepspeed import init
 
 with init():
     assert deepspeed.comm.is_initialized()
-"""
-BUILDER = """
-import sys, time
-from torch.utils.file_baton import FileBaton
-assert FileBaton(sys.argv[1]).try_acquire()
-time.sleep(600)
 """
 
 
@@ -145,12 +140,18 @@ def test_only_the_lock_of_a_killed_builder_is_removed(
     lock: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A slow builder keeps its lock; after it was killed, others can build."""
-    with subprocess.Popen([sys.executable, "-c", BUILDER, str(lock)]) as builder:
+    if (builder := os.fork()) == 0:
+        FileBaton(str(lock)).try_acquire()
+        time.sleep(600)
+        os._exit(0)
+    try:
         until(lock.exists, "a build")
         age(lock.parent, ABANDONED_SECONDS + 60)
         clear_interrupted_builds()
         assert lock.exists()
-        builder.kill()
+    finally:
+        os.kill(builder, signal.SIGKILL)
+        os.waitpid(builder, 0)
     with caplog.at_level(logging.WARNING):
         clear_interrupted_builds()
     assert "a build of deepspeed_shm_comm was killed" in caplog.text

@@ -40,9 +40,9 @@ def needs_fp16() -> None:
         pytest.skip(f"DeepSpeed has no fp16 on this device ({get_accelerator().device_name()})")
 
 
-@pytest.mark.parametrize(
-    "zero_stage", [1, *(pytest.param(s, marks=pytest.mark.long) for s in (0, 3))]
-)
+# By default `test_compiled_models` and `test_optimizer_modes` resume in bf16.
+@pytest.mark.long
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_bf16_resumes_bit_identically(warm_slots: Warm, tmp_path: Path, zero_stage: int) -> None:
     """Both the fp32 weights, if ZeRO keeps them, and those in bf16."""
     assert_resuming_is_bit_identical(

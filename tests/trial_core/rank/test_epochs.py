@@ -34,7 +34,7 @@ def epochs(folder: Path, world_size: int, length: int) -> list[list[float]]:
         pytest.param(
             {"workers": 2, "persistent_workers": True, "shuffle": False}, marks=pytest.mark.long
         ),
-        {"workers": 2, "iterable": True},
+        pytest.param({"workers": 2, "iterable": True}, marks=pytest.mark.long),
     ],
     ids=lambda hparams: "-".join(hparams) or "plain",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import skip_init
 
 from tests.support.driving import drive as drive_run
 from tests.support.slots import drive, lines, toy_config
@@ -21,6 +23,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import RankFailed
+from trial_core.processes.slots.fork_server import ForkServer
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.first_checkpoint import _staged, load_back
@@ -197,7 +200,8 @@ def test_when_it_is_left_out(
     adapter: Any = SimpleNamespace(callbacks={"own": callback}, loads_plainly=True)
     for name, value in fields.items():
         setattr(ranks if hasattr(ranks, name) else adapter, name, value)
-    guard = StateGuard([torch.nn.Linear(1, 2**26)] if hooks == ("large",) else [], [])
+    modules = [skip_init(torch.nn.Linear, 1, 2**26)] if hooks == ("large",) else []
+    guard = StateGuard(modules, [])
     found = _staged(adapter, ranks, tmp_path, wanted, guard)
     if reason is None:
         assert [file.path for file in found] == ["shard"]  # type: ignore[union-attr]
@@ -205,10 +209,20 @@ def test_when_it_is_left_out(
         assert reason in found
 
 
-def test_a_checkpoint_that_cannot_be_restored_ends_the_run(here: Path) -> None:
+@pytest.fixture
+def runs(warm_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for all files of runs. The warm fork server starts their ranks, and stays."""
+    monkeypatch.setenv("TRIALFLOW_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(
+        "trial_core.driver.placement.ForkServer", lambda *_: nullcontext(warm_server)
+    )
+    return tmp_path
+
+
+def test_a_checkpoint_that_cannot_be_restored_ends_the_run(runs: Path) -> None:
     """At the first one, without a restart and without storing it, and says what is wrong."""
     config = toy_config(
-        here, 9, entrypoint="restoring_trials:Unrestorable", max_restarts=3, scheduling_unit=2,
+        runs, 9, entrypoint="restoring_trials:Unrestorable", max_restarts=3, scheduling_unit=2,
         min_checkpoint_period={"batches": 2},
     )  # fmt: skip
     with pytest.raises(
@@ -242,11 +256,11 @@ def test_a_trial_that_adds_files_is_resharded(
 
 
 @pytest.mark.long
-def test_a_load_without_super_is_refused(here: Path) -> None:
+def test_a_load_without_super_is_refused(runs: Path) -> None:
     """On another number of ranks, with the method that has to call it."""
     for slots, batches in ((2, 3), (1, 6)):
         settings = toy_config(
-            here, batches, entrypoint="restoring_trials:LoadsAlone",
+            runs, batches, entrypoint="restoring_trials:LoadsAlone",
             resources={"slots_per_trial": slots},
         )  # fmt: skip
         if slots == 2:

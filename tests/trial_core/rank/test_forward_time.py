@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 
+import pytest
 import torch
 from torch import nn
 
@@ -53,6 +54,7 @@ class Model(nn.Sequential):
         return super().forward(inputs) * 2  # type: ignore
 
 
+@pytest.mark.xdist_group("torch.compile")  # its first use in a process takes a second
 def test_a_compiled_model_is_compiled_once() -> None:
     """`model.compile()` also traces the hooks, which must not change what is compiled."""
     model = Model(nn.Linear(2, 2))

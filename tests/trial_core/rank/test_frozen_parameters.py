@@ -23,11 +23,12 @@ CHANGES = ["freezes", "thaws", "sets"]
 @pytest.mark.parametrize(
     ("change", "ranks", "sharding"),
     [
-        ("freezes", 2, "none"),
-        ("thaws", 2, "fsdp2"),
-        *(pytest.param(change, 1, "none", marks=LONG) for change in CHANGES),
-        *(pytest.param(change, 2, "none", marks=LONG) for change in CHANGES[1:]),
-        *(pytest.param(change, 2, "fsdp2", marks=LONG) for change in ("freezes", "sets")),
+        ("all", 2, "none"),
+        *(
+            pytest.param(change, *ranks_and_sharding, marks=LONG)
+            for change in CHANGES
+            for ranks_and_sharding in ((1, "none"), (2, "none"), (2, "fsdp2"))
+        ),
     ],
 )
 @pytest.mark.parametrize("excludes", [True, pytest.param(False, marks=LONG)])
@@ -40,9 +41,9 @@ def test_a_layer_that_changes_is_stored(
         optimizations={"sharding": sharding}, change=change, global_batch_size=4,
     )  # fmt: skip
     state = torch.load(stored / "state_dict.pth", weights_only=True)["training_weights"][0]
-    assert [name in state for name in ("0.bias", "2.bias", "3.bias")] == [
-        not excludes, True, True
-    ]  # fmt: skip
+    changed = range(2, 5 if change == "all" else 3)
+    assert ("0.bias" in state) == (not excludes)
+    assert {f"{layer}.bias" for layer in (*changed, changed.stop)} <= state.keys()
 
 
 @pytest.mark.parametrize("excludes", [True, pytest.param(False, marks=LONG)])
@@ -50,12 +51,11 @@ def test_a_layer_that_changes_is_stored(
     ("change", "stage"),
     [
         ("freezes", 3),
-        ("sets", 2),
         *(
             pytest.param(change, stage, marks=LONG)
             for change in CHANGES
             for stage in range(4)
-            if (change, stage) not in (("freezes", 3), ("sets", 2))
+            if (change, stage) != ("freezes", 3)
         ),
     ],
 )

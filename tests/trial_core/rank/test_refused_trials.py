@@ -260,6 +260,11 @@ if CPU_RANKS_ADD_UP:
 
 
 LONG = {
+    # Tests without ranks have their messages.
+    "nothing to load", "nothing to train on", "a loader that does not shard",
+    "a reducer with a metric's name", "mpus that do not fit", "a removed key",
+    "a checkpoint writer",
+    # Others are like them.
     "a checkpoint writer that DeepSpeed cannot build", "a pipeline after another engine",
     "unequal pipelines", "a layout in which rank 0 alone reports", "no metrics, and half a batch",
     "an engine that is trained more rarely", "no whole group, without a length",
@@ -267,7 +272,8 @@ LONG = {
     "parameters with two gradients", "sparse gradients of several models",
     "one of two models sharded", "an unknown sharding", "a sharded list of modules",
     "compression of a sharded model", "a mesh of some ranks",
-    "an optimizer whose state differs by rank",
+    "an optimizer whose state differs by rank", "a compiled part", "validated in neither way",
+    "no step", "a save without a load", "nothing",
 }  # fmt: skip
 assert REFUSED.keys() >= LONG
 

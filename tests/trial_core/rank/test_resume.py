@@ -43,14 +43,16 @@ def test_resuming_is_bit_identical(
 @pytest.mark.parametrize(
     ("trial", "stage"),
     [
-        ("RankBuffers", 2),
-        ("FrozenLater", 3),
-        ("OddStates", 1),
-        pytest.param("RankBuffers", 0, marks=pytest.mark.long),
-        pytest.param("RankBuffers", 3, marks=pytest.mark.long),
-        pytest.param("FrozenLater", 1, marks=pytest.mark.long),
-        pytest.param("OddStates", 0, marks=pytest.mark.long),
-        pytest.param("OddStates", 3, marks=pytest.mark.long),
+        ("Unrestored", 3),
+        *(
+            pytest.param(trial, stage, marks=pytest.mark.long)
+            for trial, stages in (
+                ("RankBuffers", (0, 2, 3)),
+                ("FrozenLater", (1, 3)),
+                ("OddStates", (0, 1, 3)),
+            )
+            for stage in stages
+        ),
     ],
 )
 def test_what_deepspeed_does_not_restore_by_itself(

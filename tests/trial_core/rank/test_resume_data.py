@@ -38,10 +38,10 @@ def long(trial: str, **hparams: Any) -> Any:
         long("Torchdata", train_samples=12),
         long("Torchdata", train_samples=16),
         ("Torchdata", {"train_samples": 20, "workers": 2}),  # its workers load ahead
-        ("Stateful", {}),  # in the second pass
+        long("Stateful"),  # in the second pass
         long("Stateful", pass_length=4),  # at the end of a pass
         long("TwoPerBatch"),
-        ("TwoPerBatch", {"unevenly": True}),
+        long("TwoPerBatch", unevenly=True),
     ],
 )
 def test_resuming_is_bit_identical(
@@ -88,7 +88,9 @@ def test_data_in_another_order_are_told(warm_slots: Warm, tmp_path: Path) -> Non
             tmp_path, 2 if resume is None else 3, entrypoint="loader_trials:ByName",
             hyperparameters={"train_samples": 40, "record": str(tmp_path)}, **kept,
         )  # fmt: skip
-        run = drive(warm_slots(2), config, tmp_path, resume=resume, persist=True, compares=False)
+        run = drive(
+            warm_slots(2), config, tmp_path, resume=resume, persist=resume is None, compares=False
+        )
         return run, run.warnings
 
     ordered, other = range(40), range(39, -1, -1)

@@ -347,7 +347,7 @@ Counts = Callable[[str, str], bool]
     ("counts", "requests"),
     [(changes, (4, 4)), pytest.param(is_of_protocol, (7, 7), marks=pytest.mark.long)],
 )
-@pytest.mark.parametrize("is_owner_deleted", [False, True])
+@pytest.mark.parametrize("is_owner_deleted", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_save_during_a_prune(
     scene: CheckpointStore,
     tmp_path: Path,
@@ -398,7 +398,7 @@ def test_two_deletions_at_once(
         clear_memory()
 
 
-@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_prune_that_is_killed_anywhere(
     tmp_path: Path, scene: CheckpointStore, monkeypatch: pytest.MonkeyPatch, is_done: bool
 ) -> None:
@@ -425,7 +425,7 @@ def test_a_prune_that_is_killed_anywhere(
     raise AssertionError("the prune never succeeded")
 
 
-@pytest.mark.parametrize("is_done", [False, True])
+@pytest.mark.parametrize("is_done", [pytest.param(False, marks=pytest.mark.long), True])
 def test_a_save_that_is_killed_anywhere(
     tmp_path: Path, scene: CheckpointStore, is_done: bool
 ) -> None:

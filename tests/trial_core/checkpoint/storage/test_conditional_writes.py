@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from botocore.exceptions import ClientError
 
 from tests.support.faults.filesystem import planned
 from tests.support.faults.plan import Fault, Plan
-from tests.support.faults.s3 import faulty_s3
+from tests.support.faults.s3 import FaultyS3, faulty_s3
 from tests.support.s3 import S3Server
 from trial_core.checkpoint.retention.trial_owner import own_trial
 from trial_core.checkpoint.storage.base import PROBES
@@ -20,6 +21,21 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.errors import StorageError
 
 ADVICE = r"Two runs of one trial could both commit there: use Amazon S3, an S3 server with"
+
+
+@pytest.fixture(scope="module")
+def proxy(moto_s3: S3Server) -> Iterator[FaultyS3]:
+    with faulty_s3(moto_s3) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def behind_proxy(proxy: FaultyS3) -> Iterator[CheckpointStore]:
+    """An empty store behind the proxy, which forgets what a test has set."""
+    proxy.new_plan()
+    server = proxy.server()
+    yield CheckpointStore(server.new_bucket(), server.options)
+    proxy.ignored = proxy.not_implemented = frozenset()
 
 
 @pytest.mark.parametrize("url", ["memory://probed", "{folder}/storage"])
@@ -50,30 +66,28 @@ def test_an_s3_server_with_conditional_writes_can_be_used(s3_store: CheckpointSt
     assert s3_store.storage.sizes(PROBES) == {}
 
 
-def test_a_server_that_ignores_the_condition_is_refused(moto_s3: S3Server) -> None:
+def test_a_server_that_ignores_the_condition_is_refused(
+    proxy: FaultyS3, behind_proxy: CheckpointStore
+) -> None:
     """Such a server overwrites the object and reports success. The error has its name."""
-    with faulty_s3(moto_s3) as endpoint:
-        endpoint.ignored = frozenset({"if-none-match"})
-        server = endpoint.server()
-        store = CheckpointStore(server.new_bucket(), server.options)
-        with pytest.raises(
-            StorageError, match=rf"its server \(.*aiohttp/.*\) ignores the condition.*\. {ADVICE}"
-        ):
-            store.storage.check_usable()
-        assert store.storage.sizes(PROBES) == {}
+    proxy.ignored = frozenset({"if-none-match"})
+    with pytest.raises(
+        StorageError, match=rf"its server \(.*aiohttp/.*\) ignores the condition.*\. {ADVICE}"
+    ):
+        behind_proxy.storage.check_usable()
+    assert behind_proxy.storage.sizes(PROBES) == {}
 
 
-def test_a_server_that_does_not_know_the_condition_is_refused(moto_s3: S3Server) -> None:
+def test_a_server_that_does_not_know_the_condition_is_refused(
+    proxy: FaultyS3, behind_proxy: CheckpointStore
+) -> None:
     """It answers 501 to each conditional write. The error has its name and its words."""
-    with faulty_s3(moto_s3) as endpoint:
-        endpoint.not_implemented = frozenset({"if-none-match"})
-        server = endpoint.server()
-        store = CheckpointStore(server.new_bucket(), server.options)
-        with pytest.raises(
-            StorageError, match=rf"\(.*aiohttp/.*\) refuses conditional .*injected\]\. {ADVICE}"
-        ):
-            store.storage.check_usable()
-        assert store.storage.sizes(PROBES) == {}
+    proxy.not_implemented = frozenset({"if-none-match"})
+    with pytest.raises(
+        StorageError, match=rf"\(.*aiohttp/.*\) refuses conditional .*injected\]\. {ADVICE}"
+    ):
+        behind_proxy.storage.check_usable()
+    assert behind_proxy.storage.sizes(PROBES) == {}
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, None])
@@ -98,25 +112,19 @@ def test_a_server_that_fails_proves_nothing(
     assert storage.sizes(PROBES) == {}
 
 
-def test_a_lost_reply_proves_nothing(moto_s3: S3Server) -> None:
+def test_a_lost_reply_proves_nothing(proxy: FaultyS3, behind_proxy: CheckpointStore) -> None:
     """The client's retry is refused, because its first request was carried out."""
-    with faulty_s3(moto_s3) as endpoint:
-        server = endpoint.server()
-        storage = open_storage(server.new_bucket(), server.options)
-        plan = endpoint.new_plan(Fault("lose reply", method="PUT"))
-        storage.check_create_only()
-        assert plan.has_struck
+    plan = proxy.new_plan(Fault("lose reply", method="PUT"))
+    behind_proxy.storage.check_create_only()
+    assert plan.has_struck
 
 
-def test_a_server_is_probed_once(moto_s3: S3Server) -> None:
+def test_a_server_is_probed_once(proxy: FaultyS3, behind_proxy: CheckpointStore) -> None:
     """The result is kept."""
-    with faulty_s3(moto_s3) as endpoint:
-        server = endpoint.server()
-        storage = open_storage(server.new_bucket(), server.options)
-        storage.check_create_only()
-        plan = endpoint.new_plan()
-        storage.check_create_only()
-        assert plan.seen == []
+    behind_proxy.storage.check_create_only()
+    plan = proxy.new_plan()
+    behind_proxy.storage.check_create_only()
+    assert plan.seen == []
 
 
 def test_an_empty_object_is_not_overwritten(store: CheckpointStore) -> None:

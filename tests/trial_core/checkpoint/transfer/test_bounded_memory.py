@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from moto.s3 import models as moto_models
 
 from tests.support.s3 import S3Server
 
 MIB = 2**20
-FILE_MIB, FILES = 48, 3
+FILE_MIB, FILES = 16, 3
 SCRIPT = """
 import json, os, resource, sys
 from pathlib import Path
@@ -23,7 +24,7 @@ from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.checkpoint.transfer.upload import upload_files
 
 MIB = 2**20
-buffer_pool.PIECE_BYTES = 5 * MIB
+buffer_pool.PIECE_BYTES = 2 * MIB
 url, options, folder = sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3])
 
 def mib(name):
@@ -48,8 +49,11 @@ print(json.dumps([up, down]))
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux only")
-def test_memory_is_bounded_by_the_buffer_pool(moto_s3: S3Server, tmp_path: Path) -> None:
-    """Three files of 144 MiB together share one pool, here of 30 MiB, and take little more."""
+def test_memory_is_bounded_by_the_buffer_pool(
+    moto_s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three files of 48 MiB together share one pool, here of 12 MiB, and take little more."""
+    monkeypatch.setattr(moto_models, "S3_UPLOAD_PART_MIN_SIZE", 1)
     (tmp_path / "files").mkdir()
     for number in range(FILES):
         (tmp_path / "files" / str(number)).write_bytes(os.urandom(MIB) * FILE_MIB)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.manifests import FILES, entry, new_manifest, stored_files, upload
+from tests.support.stores import FOLDER_FIRST
 from trial_core.checkpoint import layout
 from trial_core.checkpoint.manifest import Manifest
 from trial_core.checkpoint.store import CheckpointStore
@@ -58,13 +59,11 @@ DAMAGE = {
     ("kind", "damage"),
     [
         *(("file", damage) for damage in DAMAGE),
-        ("s3", "truncated"),
         *(
-            pytest.param("s3", each, marks=pytest.mark.long)
+            pytest.param(kind, each, marks=pytest.mark.long)
+            for kind in ("s3", "memory")
             for each in DAMAGE
-            if each != "truncated"
         ),
-        *(pytest.param("memory", each, marks=pytest.mark.long) for each in DAMAGE),
     ],
     indirect=["kind"],
 )
@@ -184,6 +183,7 @@ def test_a_file_is_fetched_if_its_local_copy_cannot_be_read(
     assert stored_files(target) == FILES
 
 
+@pytest.mark.parametrize("kind", FOLDER_FIRST, indirect=True)
 def test_a_download_has_all_files_and_the_manifest(store: CheckpointStore, tmp_path: Path) -> None:
     """A prefix of the uuid is enough; a repeated download changes nothing."""
     manifest = upload(store, tmp_path / "staging")

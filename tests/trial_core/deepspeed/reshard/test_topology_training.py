@@ -165,38 +165,72 @@ def seen_by_all(folder: Path, ranks: int) -> list[dict[str, Any]]:
     ]
 
 
-def test_data_and_schedules_continue(warm_slots: Warm, tmp_path: Path) -> None:
-    """16 batches on 2 ranks equal 4 on 2 ranks, 5 on 4 and 7 on 1: the same samples and learning
-    rates in each batch, and losses that differ only by rounding.
+Train = Callable[..., Driven]
 
-    An epoch has 6 batches, and the learning rate rises for 10.
-    """
+
+@pytest.fixture(scope="module")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The storage of the runs below, and a folder for the records of each."""
+    return tmp_path_factory.mktemp("storage")
+
+
+@pytest.fixture(scope="module")
+def train(warm_slots: Warm, storage: Path) -> Train:
+    """Trains a number of batches with another topology; each part once."""
+    done: dict[str, Driven] = {}
 
     def run(
-        ranks: int,
-        batches: int,
-        stage: int,
-        part: str,
-        resume: Driven | None = None,
-        **hparams: Any,
+        part: str, ranks: int, batches: int, stage: int, resume: Driven | None = None, **more: Any
     ) -> Driven:
-        (folder := tmp_path / part).mkdir()
-        hparams = {"train_samples": 48, "record": str(folder), **hparams}
-        return drive(
-            warm_slots(ranks), config(tmp_path, batches, stage, **hparams), folder,
-            resume=resume, persist=True,
-        )  # fmt: skip
+        if part not in done:
+            (folder := storage / part).mkdir()
+            settings = config(storage, batches, stage, record=str(folder), **more)
+            done[part] = drive(warm_slots(ranks), settings, folder, resume=resume, persist=True)
+        return done[part]
 
-    run(2, 16, 1, "whole")
-    first = run(2, 4, 1, "first")
-    second = run(4, 9, 3, "second", resume=first, seed=8)
-    run(1, 16, 2, "third", resume=second, seed=9, micro_batch_size=4)
+    return run
 
-    expected = seen_by_all(tmp_path / "whole", 2)
+
+def whole_on_two_ranks(train: Train) -> Driven:
+    """16 batches. An epoch has 6, and the learning rate rises for 10."""
+    return train("whole", 2, 16, 1, train_samples=48)
+
+
+def begin_on_two_ranks(train: Train) -> Driven:
+    """The first 4 of them."""
+    return train("begin", 2, 4, 1, train_samples=48)
+
+
+def begin_on_one_rank(train: Train) -> Driven:
+    """3 batches, each an epoch."""
+    return train("one", 1, 3, 1, train_samples=8)
+
+
+def then_on_two_ranks(train: Train) -> Driven:
+    """Two more batches, on two ranks."""
+    return train("one, two", 2, 5, 1, resume=begin_on_one_rank(train), train_samples=8)
+
+
+def draws(storage: Path, part: str, ranks: int) -> list[list[float]]:
+    """The random numbers that each rank has drawn, one a micro-batch."""
+    return [
+        [line["draw"] for line in lines(storage / part, "samples", rank)] for rank in range(ranks)
+    ]
+
+
+def test_data_and_schedules_continue(train: Train, storage: Path) -> None:
+    """16 batches on 2 ranks equal 4 on 2 ranks, 5 on 4 and 7 on 1: the same samples and learning
+    rates in each batch, and losses that differ only by rounding."""
+    whole_on_two_ranks(train)
+    begin = begin_on_two_ranks(train)
+    second = train("second", 4, 9, 3, resume=begin, seed=8, train_samples=48)
+    train("third", 1, 16, 2, resume=second, seed=9, micro_batch_size=4, train_samples=48)
+
+    expected = seen_by_all(storage / "whole", 2)
     parts = [
         batch
-        for part, ranks in (("first", 2), ("second", 4), ("third", 1))
-        for batch in seen_by_all(tmp_path / part, ranks)
+        for part, ranks in (("begin", 2), ("second", 4), ("third", 1))
+        for batch in seen_by_all(storage / part, ranks)
     ]
     assert len(expected) == len(parts) == 16
     losses = [[batch.pop("loss") for batch in batches] for batches in (expected, parts)]
@@ -204,27 +238,40 @@ def test_data_and_schedules_continue(warm_slots: Warm, tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
-def test_each_sub_group_of_zero_3_counts_steps(warm_slots: Warm, tmp_path: Path) -> None:
+def test_random_generators_are_restored_with_another_zero_stage(
+    train: Train, storage: Path
+) -> None:
+    """With the same number of ranks, each rank draws what it would have drawn. This toy's
+    validation, which precedes each checkpoint, draws nothing."""
+    whole_on_two_ranks(train)
+    train("stage 2", 2, 6, 2, resume=begin_on_two_ranks(train), train_samples=48)
+    rest = draws(storage, "stage 2", 2)
+    assert [len(rank) for rank in rest] == [4, 4]
+    assert rest == [rank[8:12] for rank in draws(storage, "whole", 2)]
+
+
+def test_each_sub_group_of_zero_3_counts_steps(train: Train, storage: Path) -> None:
     """One group of ZeRO-1 with one count of steps becomes several of ZeRO-3, each with a count."""
-    first = drive(warm_slots(1), config(tmp_path, 2, 1), tmp_path, persist=True)
-    rest = drive(warm_slots(1), config(tmp_path, 5, 3), tmp_path, resume=first, persist=True)
+    rest = train("stage 3", 1, 5, 3, resume=begin_on_one_rank(train), train_samples=8)
     steps = [
-        step for name, step in tensors(files(tmp_path, rest.checkpoints[-1])).items()
+        step for name, step in tensors(files(storage, rest.checkpoints[-1])).items()
         if name.endswith("/step")
     ]  # fmt: skip
     assert steps == [5] * 4
 
 
-def test_the_loss_scale_is_restored(warm_slots: Warm, tmp_path: Path) -> None:
+def test_the_loss_scale_is_restored(
+    warm_slots: Warm, train: Train, storage: Path, tmp_path: Path
+) -> None:
     """The state that only fp16 needs is resharded too."""
-    first = drive(warm_slots(1), config(tmp_path, 1, 1), tmp_path, persist=True)
+    first = begin_on_one_rank(train)
     uuid = first.checkpoints[-1]
-    shutil.copytree(files(tmp_path, uuid), fetched := tmp_path / "restored" / uuid)
+    shutil.copytree(files(storage, uuid), fetched := tmp_path / "restored" / uuid)
     (shard,) = (fetched / "model0").glob("*_optim_states.pt")
     state = torch.load(shard, weights_only=False)
     state["optimizer_state_dict"]["loss_scaler"].cur_scale = 64.0
     torch.save(state, shard)
-    build(warm_slots(1), config(tmp_path, 1, 3), tmp_path)
+    build(warm_slots(1), config(tmp_path, 3, 3), tmp_path)
     load(warm_slots(1), first)
     after = save(warm_slots(1), first).checkpoints[-1]
     (shard,) = (files(tmp_path, after) / "model0").glob("*_optim_states.pt")
@@ -232,52 +279,23 @@ def test_the_loss_scale_is_restored(warm_slots: Warm, tmp_path: Path) -> None:
     assert loaded["loss_scaler"].cur_scale == 64.0
 
 
-def test_random_generators_are_reseeded_on_other_ranks(warm_slots: Warm, tmp_path: Path) -> None:
+def test_random_generators_are_reseeded_on_other_ranks(train: Train, storage: Path) -> None:
     """Seeds depend on rank and batch: two resumed runs draw the same, and two ranks differ."""
-
-    def draws(part: str, ranks: int, batches: int, resume: Driven) -> list[list[float]]:
-        (folder := tmp_path / part).mkdir()
-        settings = config(tmp_path, batches, 1, record=str(folder))
-        drive(warm_slots(ranks), settings, folder, resume=resume)
-        return [[line["draw"] for line in lines(folder, "samples", rank)] for rank in range(ranks)]
-
-    first = drive(warm_slots(1), config(tmp_path, 3, 1), tmp_path, persist=True)
-    second = drive(warm_slots(1), config(tmp_path, 4, 1), tmp_path, resume=first, persist=True)
-    once, again = draws("once", 2, 5, first), draws("again", 2, 5, first)
+    first = begin_on_one_rank(train)
+    then_on_two_ranks(train)
+    train("again", 2, 5, 1, resume=first, train_samples=8)
+    second = train("one more", 1, 4, 1, resume=first, train_samples=8)
+    train("later", 2, 5, 1, resume=second, train_samples=8)
+    once, again, later = (draws(storage, part, 2) for part in ("one, two", "again", "later"))
     assert once == again
     assert len({draw for rank in once for draw in rank}) == 2 * 2 * 2
-    later = draws("later", 2, 5, second)
     assert not {draw for rank in later for draw in rank} & {draw for rank in once for draw in rank}
 
 
-def test_random_generators_are_restored_with_another_zero_stage(
-    warm_slots: Warm, tmp_path: Path
-) -> None:
-    """With the same number of ranks, each rank draws what it would have drawn."""
-
-    def draws(part: str, stage: int, resume: Driven | None = None) -> list[list[float]]:
-        (folder := tmp_path / part).mkdir()
-        settings = config(tmp_path, 6, stage, record=str(folder))
-        drive(warm_slots(2), settings, folder, resume=resume)
-        return [[line["draw"] for line in lines(folder, "samples", rank)] for rank in range(2)]
-
-    whole = draws("whole", 1)
-    # This toy's validation, which precedes each checkpoint, draws nothing.
-    first = drive(
-        warm_slots(2), config(tmp_path, 4, 1, record=str(tmp_path)), tmp_path, persist=True
-    )
-    rest = draws("rest", 2, first)
-    assert rest == [rank[-len(rest[0]) :] for rank in whole]
-
-
-def test_callbacks_of_new_ranks_restore_the_state_of_rank_0(
-    warm_slots: Warm, tmp_path: Path
-) -> None:
+def test_callbacks_of_new_ranks_restore_the_state_of_rank_0(train: Train, storage: Path) -> None:
     """A callback that counts epochs continues to count on a rank that did not exist."""
-    hparams = {"train_samples": 8, "record": str(tmp_path)}
-    first = drive(warm_slots(1), config(tmp_path, 3, 1, **hparams), tmp_path, persist=True)
-    drive(warm_slots(2), config(tmp_path, 5, 1, **hparams), tmp_path, resume=first)
-    counted = [line["seen"] for line in lines(tmp_path, "hooks", 1) if "seen" in line]
+    then_on_two_ranks(train)
+    counted = [line["seen"] for line in lines(storage / "one, two", "hooks", 1) if "seen" in line]
     assert counted == [4, 5]
 
 

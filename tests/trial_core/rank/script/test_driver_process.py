@@ -14,9 +14,11 @@ import pytest
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.driver.script_order import Order
-from trial_core.errors import LaunchError, TrialflowError
+from trial_core.errors import LaunchError, StorageError, TrialflowError
+from trial_core.messages import Abort, Invitation, Logged, encode
 from trial_core.processes.machine.child import Child
 from trial_core.rank.collectives.distributed import DistributedContext
+from trial_core.rank.script import driver_process
 from trial_core.rank.script.driver_process import DriverProcess
 
 # Rank 0 is gone at once; the process that it has forked lives until its input ends.
@@ -97,23 +99,24 @@ def test_a_scripts_new_trial_does_not_continue_another_with_its_id(
         driver.give(lambda: order)
 
 
-# Invites, and ends well or fails once its ranks are done; or is killed.
+# Says a line, and ends well or fails with another one; or is killed.
 DRIVER = """
 import os, sys
-from trial_core.driver.script_driver_main import _line_of
-from trial_core.errors import StorageError
-from trial_core.messages import Abort, Invitation, Logged
 
+does, first, last = sys.argv[1:]
 sys.stdin.readline()
-os.write(1, _line_of(Invitation(path="", address=None, secret=b"", log_dir="")))
-if sys.argv[1] == "is killed":
+print(first, flush=True)
+if does == "is killed":
     os.kill(os.getpid(), 9)
-if sys.argv[1] == "ends":
-    os.write(1, _line_of(Logged(level=20, text="done\\n  report  /r")))
-    sys.exit()
-os.write(1, _line_of(Abort.of(StorageError("the disk is full"))))
-sys.exit(1)
+print(last, flush=True)
+sys.exit(does == "fails")
 """
+INVITATION = Invitation(path="", address=None, secret=b"", log_dir="")
+LAST = {
+    "ends": Logged(level=20, text="done\n  report  /r"),
+    "fails": Abort.of(StorageError("the disk is full")),
+    "is killed": INVITATION,
+}
 
 
 OF_SCRIPT = "the driver of this script"
@@ -128,19 +131,20 @@ OF_SCRIPT = "the driver of this script"
     ],
 )
 def test_how_a_driver_has_ended_is_logged(
-    does: str, logged: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    does: str, logged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     """Once, on rank 0, also if it has ended after its ranks; at a good end, the run's summary."""
     caplog.set_level(logging.INFO, "trial_core")
+    lines = [encode(each).hex() for each in (INVITATION, LAST[does])]
+    started = Child(["-S", "-c", DRIVER, does, *lines], answers=True)
+    monkeypatch.setattr(driver_process, "Child", lambda *_, **__: started)
     config = toy_config(tmp_path)
     order = Order(
         experiment=config.model_dump(mode="json"), new_trial="toy-0000beef", world_size=1,
         has_other_machines=False,
     )  # fmt: skip
     driver = DriverProcess(DistributedContext.from_environment())
-    assert driver._child is not None
-    driver._child.kill()
-    driver._child = Child(["-c", DRIVER, does], answers=True)
     driver.give(lambda: order)
     driver.end()
     driver.close()

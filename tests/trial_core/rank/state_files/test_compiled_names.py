@@ -36,6 +36,9 @@ class Counting(nn.Module):
         self.count = state
 
 
+pytestmark = pytest.mark.xdist_group("torch.compile")
+
+
 def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.support.pickle_fuzz import archive
+from tests.support.ranks import run_ranks
 from trial_core.errors import CheckpointError
+from trial_core.processes.slots.rank_main import TRIAL_MODULES
 from trial_core.rank.state_files.safe_load import Reader
 
 
@@ -22,16 +20,16 @@ def load(path: Path, content: bytes, reader: Reader | None = None) -> object:
     return (reader or Reader()).load(path)
 
 
+@pytest.mark.slots
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("first", "count"),
     [(0, 500), pytest.param(1_000_000, 100_000, marks=pytest.mark.long)],
 )
 def test_a_pickle_is_read_or_refused(first: int, count: int) -> None:
     """Nothing else: no other exception, no crash, no attribute of a class changed."""
-    program = [sys.executable, "-m", "tests.support.pickle_fuzz", str(first), str(count)]
-    ended = subprocess.run(program, capture_output=True, text=True, check=False, env=os.environ)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    counts = json.loads(ended.stdout.splitlines()[-1])
+    program = f"from tests.support.pickle_fuzz import main; main({first}, {count})"
+    (counts,) = run_ranks(program, 1, preload=TRIAL_MODULES, seconds=1800)
     assert counts.keys() == {"returned", "refused", "malformed"}, counts
     assert min(counts.values()) > count // 100, "the grammar reaches too little"
 
