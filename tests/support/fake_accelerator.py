@@ -6,9 +6,8 @@ trialflow and DeepSpeed take their branches for devices, and the fake counts wha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -44,9 +43,8 @@ class FakeAccelerator(CPU_Accelerator):
     def device_count(self) -> int:
         return 1
 
-    @property
-    def Event(self) -> Callable[[], Any]:
-        return partial(_Event, self.copies)
+    def current_stream(self, device_index: int | None = None) -> Any:
+        return _Stream(self.copies)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         return self.rng
@@ -65,12 +63,15 @@ class FakeAccelerator(CPU_Accelerator):
         return tensor.untyped_storage().data_ptr() not in self._pinned
 
 
-class _Event:
+class _Stream:
+    """A stream, and the event of its last copy."""
+
     def __init__(self, copies: list[str]) -> None:
         self._copies = copies
 
-    def record(self) -> None:
+    def record_event(self) -> _Stream:
         self._copies.append("begun")
+        return self
 
     def synchronize(self) -> None:
         self._copies.append("waited for")

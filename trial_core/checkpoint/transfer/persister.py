@@ -74,7 +74,8 @@ _ERRORS: dict[str, type[CheckpointError]] = {
 }
 
 _starting = threading.Lock()
-"""Held while a process is started. A loader worker that is forked meanwhile would inherit pipes of
+"""Held while a process is started, taken or given back. A loader worker that is forked meanwhile
+would inherit pipes of
 `subprocess`, which waits until every copy is closed: until the worker ends."""
 os.register_at_fork(
     before=_starting.acquire, after_in_parent=_starting.release, after_in_child=_starting.release
@@ -141,21 +142,22 @@ class Persister:
     def close(self) -> None:
         """Kill the process; one that was forked ahead is kept for the next trial, if it is idle."""
         global _forked
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if process.environment is None or process.is_busy:
-            process.end()
-        else:
-            _forked = process
+        with _starting:
+            process, self._process = self._process, None
+            if process is None:
+                return
+            if process.environment is not None and not process.is_busy:
+                _forked = process
+                return
+        process.end()
 
     def _request(
         self, request: PersisterRequest, on_stored: Callable[[FileEntry], None]
     ) -> Finished:
-        if self._process is None:
-            self._process = _take_process()
-        process, last = self._process, None
-        process.is_busy = True
+        last = None
+        with _starting:
+            process = self._process = self._process or _take_process()
+            process.is_busy = True
         watch = StallWatch(process.pid, self._stall_seconds, process.kill)
         try:
             with watch:
@@ -241,6 +243,9 @@ class _Process:
             self._send(BeginTrial(_changes(self.environment)))
             self.environment = {**os.environb}
 
+    def lives(self) -> bool:
+        return self._child.lives()
+
     def reports(self, request: PersisterRequest) -> Iterator[PersisterReport]:
         """Send a request; yield the reports, until the process ends."""
         self._send(request)
@@ -288,16 +293,18 @@ _forked: _Process | None = None
 
 
 def _take_process() -> _Process:
-    """The process that was forked ahead, if it is free, or a new one."""
+    """The process that was forked ahead, if it is free, or a new one. Call with `_starting`."""
     global _forked
-    with _starting:
-        process, _forked = _forked, None
-        if process is None:
-            ours, theirs = socket.socketpair()
-            with theirs:
-                command = ["-m", PROCESS, str(theirs.fileno())]
-                child = Child(command, descriptors=[theirs.fileno()], own_session=False)
-            process = _Process(child, ours)
+    process, _forked = _forked, None
+    if process is not None and not process.lives():  # it was killed between two trials
+        process.end()
+        process = None
+    if process is None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = ["-m", PROCESS, str(theirs.fileno())]
+            child = Child(command, descriptors=[theirs.fileno()], own_session=False)
+        process = _Process(child, ours)
     process.begin_trial()
     return process
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 import msgspec
+from fsspec import config
 from fsspec.registry import registry
 
 from trial_core.checkpoint.layout import StoredPath
@@ -135,6 +136,9 @@ def _begin(trial: BeginTrial) -> None:
             os.environb.pop(name, None)
         else:
             os.environb[name] = value
+    config.conf.clear()  # fsspec reads the variables FSSPEC_… when it is imported
+    config.set_conf_files(config.conf_dir, config.conf)
+    config.set_conf_env(config.conf)
     for file_system in registry.values():  # each keeps credentials that it has read
         file_system.clear_instance_cache()
 

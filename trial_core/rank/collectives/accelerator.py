@@ -161,11 +161,13 @@ class CopyToHost:
     """
 
     def __init__(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
-        self._on_host = buffer[: source.numel()].copy_(source, non_blocking=True)
-        self._end = get_accelerator().Event()
-        self._end.record()
+        # Of its own device: a tensor may be on another one than the rank's.
+        stream = get_accelerator().current_stream(source.device.index)
+        self._on_host = buffer[: source.numel()].copy_(source, non_blocking=stream is not None)
+        self._end = None if stream is None else stream.record_event()
 
     def data(self) -> memoryview:
         """Wait for the copy, and return its bytes in the buffer."""
-        self._end.synchronize()
+        if self._end is not None:
+            self._end.synchronize()
         return cast(memoryview, self._on_host.numpy().data)

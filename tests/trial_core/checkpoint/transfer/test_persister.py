@@ -237,16 +237,16 @@ rank.close()
 
 def test_a_persister_that_was_forked_ahead_serves_the_next_trial(tmp_path: Path) -> None:
     """It gets the environment of that time, and keeps nothing of an earlier trial. One that still
-    moves files is killed."""
+    moves files is killed. If it was killed between two trials, the next one gets another."""
     script = tmp_path / "rank.py"
     script.write_text(SEVERAL_TRIALS)
     told = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, cwd=Path.cwd())
     trials = ["1 knows []", "1 knows ['a']", "2 knows []", "2 knows ['a']"]
-    assert told.stdout.decode().splitlines() == [*trials, "one works", "none works"]
+    assert told.stdout.decode().splitlines() == ["another", *trials, "one works", "none works"]
 
 
 SEVERAL_TRIALS = """
-import os, threading, time
+import os, signal, threading, time
 from pathlib import Path
 import fsspec, psutil
 from trial_core.checkpoint.storage.base import StorageSpec
@@ -263,6 +263,7 @@ def handle(request, stream):
         time.sleep(600)
     before, opened = opened, fsspec.filesystem("file")
     assert (opened is before) == bool(known)
+    assert fsspec.config.conf["file"] == {"trial": int(os.environ["TRIAL"])}
     text = f"{os.environ['TRIAL']} knows {sorted(known)}"
     known.add(request.uuid)
     return persister_process.Failed(text, "invalid")
@@ -275,8 +276,16 @@ def fetch(rank, uuid):
 
 handle, persister_process._handle = persister_process._handle, handle
 persister.fork_ahead(lambda: None)
+forked = persister._forked
+os.kill(forked.pid, signal.SIGKILL)
+os.waitid(os.P_PID, forked.pid, os.WEXITED | os.WNOWAIT)
+other = persister._take_process()
+print("another" if other.lives() and other.pid != forked.pid else "the killed one", flush=True)
+other.end()
+persister.fork_ahead(lambda: None)
 persister_process._handle = handle
-for os.environ["TRIAL"] in "12":
+for trial in "12":
+    os.environ["TRIAL"] = os.environ["FSSPEC_FILE_TRIAL"] = trial
     rank = persister.Persister()
     fetch(rank, "a")
     fetch(rank, "b")
