@@ -7,7 +7,9 @@ a test talks to the server either from another process (``server.environment``) 
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import signal
 import socket
 import sqlite3
@@ -145,7 +147,8 @@ def prepared_files(
     base = tmp_path_factory.getbasetemp()
     folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     if (cache := getattr(request.config, "cache", None)) is not None:
-        folder = cache.mkdir(f"prefect-{version('prefect')}")
+        made_by = hashlib.sha256(MAKE_DATABASE.encode()).hexdigest()[:8]
+        folder = cache.mkdir(f"prefect-{version('prefect')}-{made_by}")
     os.environ[PREPARED] = str(folder)
 
 
@@ -176,6 +179,7 @@ def prepared(home: Path) -> Path:
             return home
         if not template.exists():
             making = template.with_name("prefect-being-made")
+            shutil.rmtree(making, ignore_errors=True)  # of a session that was killed
             subprocess.run(
                 [sys.executable, "-c", MAKE_DATABASE],
                 cwd=ROOT, env={**os.environ, **isolated(making)}, check=True, capture_output=True,
@@ -187,6 +191,11 @@ def prepared(home: Path) -> Path:
         ):
             source.backup(copy)
     return home
+
+
+def of_prepared(home: Path) -> dict[str, str]:
+    """Environment variables of a server at a home that is `prepared`: it makes no migrations."""
+    return {**isolated(home), **({} if ELSEWHERE in os.environ else HAS_DATABASE)}
 
 
 @contextmanager
@@ -202,8 +211,7 @@ def running_server(home: Path) -> Iterator[PrefectServer]:
         ["server", "start", "--host", "127.0.0.1", "--port", url.rpartition(":")[2]],
         # The UI sends its requests to this address; by default to port 4200.
         {
-            **isolated(home),
-            **({} if ELSEWHERE in os.environ else HAS_DATABASE),
+            **of_prepared(home),
             "PREFECT_UI_API_URL": server.api_url,
         },
         home / "server.log",

@@ -43,9 +43,8 @@ for line in sys.stdin:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
-    for _ in ranks:
-        os.wait()
-    print("ended", file=told, flush=True)
+    failed = [status for _ in ranks if (status := os.wait()[1])]
+    print(f"failed: {failed}" if failed else "ended", file=told, flush=True)
 """
 
 
@@ -69,7 +68,8 @@ def _launch(program: str, preload: tuple[str, ...], base: Any, ranks: Any, secon
         launcher.stdin.flush()
         readable, _, _ = select.select([launcher.stdout], [], [], seconds)
         assert readable, f"the ranks did not end within {seconds:g} s"
-        assert launcher.stdout.readline() == "ended\n", "the launcher of the ranks failed"
+        told = launcher.stdout.readline()
+        assert told == "ended\n", f"the launcher of the ranks said {told!r}"
     except BaseException:
         os.killpg(launcher.pid, signal.SIGKILL)
         launcher.wait()

@@ -40,7 +40,10 @@ def store(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Checkpoi
 
 
 @pytest.fixture(
-    params=[pytest.param("ceph_s3", marks=gateway), pytest.param("moto_s3", marks=long)]
+    params=[
+        pytest.param("ceph_s3", marks=gateway),
+        pytest.param("moto_s3", marks=long if shutil.which("radosgw") else ()),
+    ]
 )
 def s3_store(request: pytest.FixtureRequest) -> CheckpointStore:
     """An empty store on an S3 server."""

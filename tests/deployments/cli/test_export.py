@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.support.cli import EITHER_WAY, Called
+from tests.support.cli import trialflow
 from tests.support.json_types import check_json
 from tests.support.manifests import FILES, new_manifest, upload
 from tests.support.slots import drive, toy_config
@@ -64,13 +64,12 @@ def run(folder: Path, *arguments: str) -> int:
     return main(["export", *arguments, "--storage", str(folder / "checkpoints")])
 
 
-@pytest.mark.parametrize("called", EITHER_WAY)
 def test_a_checkpoint_is_exported_to_one_file(
-    folder: Path, manifest: Manifest, tmp_path: Path, called: Called
+    folder: Path, manifest: Manifest, tmp_path: Path
 ) -> None:
     """Stdout is only the JSON; the file has usual permissions and names its checkpoint."""
     arguments = ("--to", "model.safetensors", "--storage", str(folder / "checkpoints"), "--json")
-    done = called(tmp_path, "export", manifest.uuid[:8], *arguments)
+    done = trialflow(tmp_path, "export", manifest.uuid[:8], *arguments)
     assert done.returncode == 0, done.stderr
     target = tmp_path / "model.safetensors"
     assert check_json(json.loads(done.stdout)) == {

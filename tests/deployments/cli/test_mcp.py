@@ -102,6 +102,7 @@ def reading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Tools, P
         (folder / "home" / trial / "logs" / "rank-0.log").write_text("one\ntwo\nthree\n")
     with serving(folder, "--storage", str(folder / "storage"), PREFECT_API_URL="") as tools:
         yield tools, folder
+    assert "Traceback" not in (folder / "mcp.log").read_text()
 
 
 def test_what_is_stored_can_be_read(reading: tuple[Tools, Path]) -> None:

@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from tests.support.browser import Browser, chromium
-from tests.support.prefect import HAS_DATABASE, isolated, prepared
+from tests.support.prefect import isolated, of_prepared, prepared
 from tests.support.processes import listening_beyond_loopback
 from trial_core.errors import ConfigError
 from trialflow.deployments.cli import doctor
@@ -140,7 +140,7 @@ def test_the_password_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
 def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrefectApi]:
     """An embedded server, in use."""
     home = prepared(tmp_path_factory.mktemp("prefect-home"))
-    with environment({**isolated(home), **HAS_DATABASE}), prefect_api() as api:
+    with environment(of_prepared(home)), prefect_api() as api:
         yield api
 
 

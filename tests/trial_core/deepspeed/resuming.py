@@ -31,14 +31,14 @@ def resumed_bit_for_bit(
     folder: Path,
     entrypoint: str,
     optimizations: Mapping[str, Any] | None = None,
+    saves_between: bool = False,
     **hparams: Any,
 ) -> tuple[Driven, Path]:
     """9 batches equal 4 + 5: the same samples, weights, optimizer states and metrics on every rank.
 
-    A run saves at its end alone.
-
     Args:
         optimizations: this section of the experiment.
+        saves_between: whether the uninterrupted run saves, too, where the other one is interrupted.
 
     Returns:
         The uninterrupted run, and the files of the last checkpoint of the resumed one.
@@ -49,7 +49,8 @@ def resumed_bit_for_bit(
         config = toy_config(
             folder / part, batches, scheduling_unit=3, entrypoint=entrypoint,
             # Validations may draw random numbers, so both runs have them after the same batches.
-            min_validation_period={"batches": 4}, checkpoint_policy="none",
+            min_validation_period={"batches": 4},
+            checkpoint_policy="all" if saves_between else "none",
             optimizations=optimizations or {},
             hyperparameters={"record": str(folder / part), "train_samples": 50, **hparams},
         )  # fmt: skip

@@ -90,7 +90,7 @@ def recorded(stored: Path) -> set[str]:
     ("ranks", "is_on", "other_ranks", "other_is_on", "stage"),
     [
         (2, True, 2, False, 2),
-        long(2, True, 1, True, 1),
+        (2, True, 1, True, 1),
         long(1, True, 2, True, 2),
         long(2, False, 2, True, 1),
         long(4, True, 2, True, 2),

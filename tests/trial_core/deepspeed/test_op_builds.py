@@ -141,9 +141,11 @@ def test_only_the_lock_of_a_killed_builder_is_removed(
 ) -> None:
     """A slow builder keeps its lock; after it was killed, others can build."""
     if (builder := os.fork()) == 0:
-        FileBaton(str(lock)).try_acquire()
-        time.sleep(600)
-        os._exit(0)
+        try:
+            assert FileBaton(str(lock)).try_acquire()
+            time.sleep(600)
+        finally:
+            os._exit(1)
     try:
         until(lock.exists, "a build")
         age(lock.parent, ABANDONED_SECONDS + 60)

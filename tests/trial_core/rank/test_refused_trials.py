@@ -272,8 +272,8 @@ LONG = {
     "parameters with two gradients", "sparse gradients of several models",
     "one of two models sharded", "an unknown sharding", "a sharded list of modules",
     "compression of a sharded model", "a mesh of some ranks",
-    "an optimizer whose state differs by rank", "a compiled part", "validated in neither way",
-    "no step", "a save without a load", "nothing",
+    "an optimizer whose state differs by rank", "validated in neither way",
+    "a save without a load",
 }  # fmt: skip
 assert REFUSED.keys() >= LONG
 

@@ -33,7 +33,7 @@ def test_resuming_is_bit_identical(
     """
     assert_resuming_is_bit_identical(
         warm_slots(world_size), tmp_path, "engine_trials:OwnConfig", accumulation=3,
-        ds_config={"zero_optimization": {"stage": zero_stage}},
+        saves_between=True, ds_config={"zero_optimization": {"stage": zero_stage}},
     )  # fmt: skip
     for rank in range(world_size):
         calls = [line[0] for line in lines(tmp_path / "parts", "samples", rank)]

@@ -41,7 +41,7 @@ def long(trial: str, **hparams: Any) -> Any:
         long("Stateful"),  # in the second pass
         long("Stateful", pass_length=4),  # at the end of a pass
         long("TwoPerBatch"),
-        long("TwoPerBatch", unevenly=True),
+        ("TwoPerBatch", {"unevenly": True}),
     ],
 )
 def test_resuming_is_bit_identical(

@@ -183,7 +183,8 @@ def train(warm_slots: Warm, storage: Path) -> Train:
         part: str, ranks: int, batches: int, stage: int, resume: Driven | None = None, **more: Any
     ) -> Driven:
         if part not in done:
-            (folder := storage / part).mkdir()
+            shutil.rmtree(folder := storage / part, ignore_errors=True)  # of one that has failed
+            folder.mkdir()
             settings = config(storage, batches, stage, record=str(folder), **more)
             done[part] = drive(warm_slots(ranks), settings, folder, resume=resume, persist=True)
         return done[part]

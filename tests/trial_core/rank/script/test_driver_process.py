@@ -13,9 +13,10 @@ import pytest
 
 from tests.support.slots import toy_config
 from trial_core.checkpoint.store import CheckpointStore
+from trial_core.driver.script_driver_main import _line_of
 from trial_core.driver.script_order import Order
 from trial_core.errors import LaunchError, StorageError, TrialflowError
-from trial_core.messages import Abort, Invitation, Logged, encode
+from trial_core.messages import Abort, Invitation, Logged
 from trial_core.processes.machine.child import Child
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.script import driver_process
@@ -136,7 +137,7 @@ def test_how_a_driver_has_ended_is_logged(
 ) -> None:  # fmt: skip
     """Once, on rank 0, also if it has ended after its ranks; at a good end, the run's summary."""
     caplog.set_level(logging.INFO, "trial_core")
-    lines = [encode(each).hex() for each in (INVITATION, LAST[does])]
+    lines = [_line_of(each).decode().strip() for each in (INVITATION, LAST[does])]
     started = Child(["-S", "-c", DRIVER, does, *lines], answers=True)
     monkeypatch.setattr(driver_process, "Child", lambda *_, **__: started)
     config = toy_config(tmp_path)
