@@ -170,4 +170,4 @@ class CopyToHost:
         """Wait for the copy, and return its bytes in the buffer."""
         if self._end is not None:
             self._end.synchronize()
-        return cast(memoryview, self._on_host.numpy().data)
+        return self._on_host.numpy().data

@@ -81,7 +81,7 @@ def _pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
         return
     # One half is filled while the other one is written.
     halves = host_buffer().chunk(2)
-    pieces = content.split(halves[0].numel())
+    pieces = torch.split(content, halves[0].numel())
     begun = CopyToHost(pieces[0], halves[0])
     for index, piece in enumerate(pieces[1:], start=1):
         finished, begun = begun, CopyToHost(piece, halves[index % 2])
