@@ -57,7 +57,7 @@ class RestartedTrial(TimestampTrial):
 def main() -> None:
     """Build a model and an engine, and train a batch; rank 0 prints the time."""
     model = MODELS[sys.argv[1]]
-    prepare_op_builds(int(os.environ.get("LOCAL_RANK", "0")))
+    prepare_op_builds()
     deepspeed.init_distributed(verbose=False)
     BareLoop(new_engine(model(), model.micro_batch_size), model).run(1)
     if os.environ["RANK"] == "0":

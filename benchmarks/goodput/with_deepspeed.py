@@ -71,7 +71,7 @@ def train(job: Job, folder: Path) -> None:
 def main() -> None:
     job = Job.given()
     # DeepSpeed would wait for ever for the lock of a build that was killed.
-    prepare_op_builds(int(os.environ["LOCAL_RANK"]))
+    prepare_op_builds()
     deepspeed.init_distributed("gloo", timeout=timedelta(seconds=job.stall_seconds))
     # Each launch has its own folder: a half-written one of a killed launch is not read.
     launch = f"{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"

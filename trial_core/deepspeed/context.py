@@ -75,7 +75,7 @@ class DeepSpeedTrialContext(SaysWhatToUse, TorchTrialContext):
         """
         if not is_launched():
             os.environ.update(host_single_rank())
-        prepare_op_builds(DistributedContext.from_environment().get_local_rank())
+        prepare_op_builds()
         return super().from_config(config)
 
     def wrap_model_engine(self, model: DeepSpeedEngine) -> DeepSpeedEngine:

@@ -6,12 +6,13 @@ DeepSpeed compiles an extension on first use, for minutes. Three things would re
 - A process with another ninja, or of an environment with other versions, compiles again in the
   same folder. So each environment has its own folder, and uses its own ninja.
 - PyTorch lets one process build while the others wait until its lock file is removed. A process
-  that is killed while it builds, for example by Ctrl-C, leaves the lock behind, and every later
-  process would wait forever.
+  that is killed while it builds, for example by Ctrl-C, leaves the lock behind, and every process
+  that waits then or later would wait forever.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -19,7 +20,6 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,11 +29,15 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
+from torch.utils.file_baton import FileBaton
+
+from trial_core.processes.machine.process_identity import is_alive, is_local, this_process
 
 logger = logging.getLogger(__name__)
 
 # A builder in another container, or on another machine that shares the folder, is not visible as a
-# process. But every few minutes it finishes a file.
+# process, and one of a script without trialflow does not say which it is. But every few minutes it
+# finishes a file.
 ABANDONED_SECONDS = 180.0
 POLL_SECONDS = 0.5
 
@@ -41,8 +45,8 @@ SHARED_MEMORY_OP = "deepspeed_shm_comm"
 _ARCHITECTURE = re.compile(r"\d+\.\d+(\+PTX)?")
 
 
-def prepare_op_builds(local_rank: int) -> None:
-    """Avoid needless builds, and clear killed ones. Every rank calls this before DeepSpeed starts.
+def prepare_op_builds() -> None:
+    """Avoid needless builds, and outlive killed ones. Every rank calls it before DeepSpeed starts.
 
     A build folder that the user has set (TORCH_EXTENSIONS_DIR) stays. So does a shared-memory
     extension that was built when DeepSpeed was installed.
@@ -56,33 +60,60 @@ def prepare_op_builds(local_rank: int) -> None:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_build_folder())
     if get_accelerator().device_name() == "cpu" and not installed_ops.get(SHARED_MEMORY_OP):
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
-    if local_rank == 0:
-        clear_interrupted_builds()
+    FileBaton.try_acquire = _acquire_or_wait  # type: ignore[method-assign]
 
 
-def clear_interrupted_builds() -> None:
-    """Remove the locks of abandoned builds; a later build reuses the files built so far.
+def _acquire_or_wait(baton: FileBaton) -> bool:
+    """Take the lock of an extension's folder, for `FileBaton.try_acquire`.
 
-    The first rank of each machine calls this before it uses an extension. It waits, and logs that,
-    while a lock has no visible owner but may have one on another machine.
+    While another process has it, this waits. If that was killed, its lock is taken over, and what
+    it has built so far is used.
+
+    Returns:
+        False if the other process has ended its build.
     """
-    for lock in _locks():
-        has_logged = False
-        while _exists(lock) and not _is_held(lock):
-            if time.time() - _last_change(lock.parent) > ABANDONED_SECONDS:
-                logger.warning(
-                    "a build of %s was killed: removing its lock %s", lock.parent.name, lock
-                )
-                lock.unlink(missing_ok=True)
-                break
-            if not has_logged:
-                logger.warning(
-                    "%s is being built on another machine, or its build was killed: waiting until "
-                    "the folder of %s has not changed for %.0f s",
-                    lock.parent.name, lock, ABANDONED_SECONDS,
-                )  # fmt: skip
-                has_logged = True
-            time.sleep(POLL_SECONDS)
+    lock = Path(baton.lock_file_path)
+    if _created(baton):
+        return True
+    logger.info("waiting until another process has built %s (its lock: %s)", lock.parent.name, lock)
+    while _exists(lock):
+        if _is_abandoned(lock) and _taken_over(baton):
+            logger.warning(
+                "the build of %s was killed: its lock %s is taken over", lock.parent.name, lock
+            )
+            return True
+        time.sleep(POLL_SECONDS)
+    return False
+
+
+def _created(baton: FileBaton) -> bool:
+    """True if the lock file is this process's own now."""
+    try:
+        baton.fd = os.open(baton.lock_file_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return False
+    os.write(baton.fd, this_process().encode())
+    return True
+
+
+def _taken_over(baton: FileBaton) -> bool:
+    """True if an abandoned lock file is this process's own now: one process at most gets it."""
+    lock = Path(baton.lock_file_path)
+    try:
+        descriptor = os.open(lock, os.O_WRONLY)
+    except OSError:  # another process has taken it over meanwhile, and has ended its build
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), lock.stat()):
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, this_process().encode())
+            baton.fd = descriptor
+            return True
+    except OSError:
+        pass  # as above, or another process has taken it over
+    os.close(descriptor)
+    return False
 
 
 def op_being_built() -> str | None:
@@ -90,7 +121,8 @@ def op_being_built() -> str | None:
 
     Any process that loads an extension holds the lock for a moment, even if nothing is compiled.
     """
-    names = sorted({lock.parent.name for lock in _locks()})
+    locks = Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")
+    names = sorted({lock.parent.name for lock in locks if not _is_abandoned(lock)})
     if not names:
         return None
     return (
@@ -154,15 +186,21 @@ def _build_folder() -> Path:
     return Path(get_default_build_root()) / f"trialflow-{digest[:12]}"
 
 
-def _locks() -> Iterator[Path]:
-    return Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/lock")
-
-
 def _exists(lock: Path) -> bool:
     try:
         return lock.exists()
     except OSError:  # in another user's folder
         return False
+
+
+def _is_abandoned(lock: Path) -> bool:
+    """True if the process that has the lock was killed, as far as this machine can tell."""
+    owner = ""
+    with suppress(OSError):  # as above
+        owner = lock.read_text()
+    if owner and is_local(owner):
+        return not is_alive(owner)
+    return _is_quiet(lock.parent) and not _is_held(lock)
 
 
 def _is_held(lock: Path) -> bool:
@@ -175,10 +213,10 @@ def _is_held(lock: Path) -> bool:
     return False
 
 
-def _last_change(folder: Path) -> float:
-    """The newest modification time in a folder, in seconds since the epoch."""
+def _is_quiet(folder: Path) -> bool:
+    """True if nothing has changed in a folder for long."""
     times = [0.0]
     for file in folder.iterdir():
         with suppress(OSError):  # deleted meanwhile
             times.append(file.stat().st_mtime)
-    return max(times)
+    return time.time() - max(times) > ABANDONED_SECONDS

@@ -72,10 +72,7 @@ def build_adapter(
     """Construct the trial that the experiment names. Collective. TrialError if the entrypoint is
     not a trial, or DeepSpeed rejects the trial's configuration."""
     host_store()
-    with announcer.activity(
-        "waiting for a build of an operator that was killed, or runs on another machine"
-    ):
-        prepare_op_builds(distributed.get_local_rank())
+    prepare_op_builds()
     # First: a module may use a device when it is imported, and the current one is number 0.
     claim_accelerator(distributed.get_local_rank())
     entrypoint = str(info.experiment["entrypoint"])

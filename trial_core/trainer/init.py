@@ -208,7 +208,7 @@ def _initialised(context_class: type[TorchTrialContext]) -> Iterator[None]:
     atexit.unregister(_destroy_process_group)
     local_rank = DistributedContext.from_environment().get_local_rank()
     claim_accelerator(local_rank)
-    prepare_op_builds(local_rank)
+    prepare_op_builds()
     if not dist.is_initialized() and not initialises_torch_distributed():
         if issubclass(context_class, DeepSpeedTrialContext):
             deepspeed.init_distributed()

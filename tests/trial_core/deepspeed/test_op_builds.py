@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -25,7 +28,7 @@ from trial_core.deepspeed.config_rejection import rejection
 from trial_core.deepspeed.op_builds import (
     ABANDONED_SECONDS,
     SHARED_MEMORY_OP,
-    clear_interrupted_builds,
+    prepare_op_builds,
 )
 from trial_core.processes.slots.slot_group import SlotGroup
 
@@ -44,6 +47,7 @@ with init():
 def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The path of the lock of an extension that has not been built yet."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(FileBaton, "try_acquire", FileBaton.try_acquire)
     folder = tmp_path / SHARED_MEMORY_OP
     folder.mkdir()
     return folder / "lock"
@@ -136,42 +140,79 @@ def age(folder: Path, seconds: float) -> None:
         os.utime(file, (time.time() - seconds,) * 2)
 
 
-def test_only_the_lock_of_a_killed_builder_is_removed(
-    lock: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A slow builder keeps its lock; after it was killed, others can build."""
+@contextmanager
+def builder_of(lock: Path, acquire: Callable[[], object]) -> Iterator[int]:
+    """A process that has the lock, and builds for ever; its id. It ends with the block."""
     if (builder := os.fork()) == 0:
         try:
-            assert FileBaton(str(lock)).try_acquire()
+            acquire()
             time.sleep(600)
         finally:
             os._exit(1)
     try:
         until(lock.exists, "a build")
-        age(lock.parent, ABANDONED_SECONDS + 60)
-        clear_interrupted_builds()
-        assert lock.exists()
+        yield builder
     finally:
         os.kill(builder, signal.SIGKILL)
         os.waitpid(builder, 0)
-    with caplog.at_level(logging.WARNING):
-        clear_interrupted_builds()
-    assert "a build of deepspeed_shm_comm was killed" in caplog.text
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How often a lock was found to be abandoned, and to be held."""
+    found: Counter[bool] = Counter()
+    is_abandoned = op_builds._is_abandoned
+
+    def counted(lock: Path) -> bool:
+        found[said := is_abandoned(lock)] += 1
+        return said
+
+    monkeypatch.setattr(op_builds, "_is_abandoned", counted)
+    monkeypatch.setattr(op_builds, "POLL_SECONDS", 0.01)
+    return found
+
+
+@pytest.mark.parametrize("with_trialflow", [True, False])
+def test_one_of_those_that_wait_for_a_killed_builder_builds(
+    lock: Path, caplog: pytest.LogCaptureFixture, checks: Counter[bool], with_trialflow: bool
+) -> None:
+    """A slow builder keeps its lock. The others wait for the one that has taken it over."""
+    torchs = FileBaton.try_acquire
+    prepare_op_builds()
+    batons = [FileBaton(str(lock)) for _ in range(4)]
+    acquire = batons[0].try_acquire if with_trialflow else partial(torchs, batons[0])
+    with ThreadPoolExecutor(4) as threads:
+        with builder_of(lock, acquire):
+            age(lock.parent, ABANDONED_SECONDS + 60)
+            waiting = {threads.submit(each.try_acquire): each for each in batons}
+            until(lambda: checks[False] > 8, "checks by those that wait")
+            assert op_builds.op_being_built() is not None
+            assert not any(each.done() for each in waiting)
+        if not with_trialflow:  # it did not say which process it was
+            age(lock.parent, ABANDONED_SECONDS + 60)
+        (took_over,) = wait(waiting, 60, FIRST_COMPLETED).done
+        assert took_over.result() is True
+        checks.clear()
+        until(lambda: checks[False] > 8, "checks by those that wait")
+        assert sum(each.done() for each in waiting) == 1
+        waiting[took_over].release()
+        assert sorted(each.result() for each in waiting) == [False] * 3 + [True]
+    assert caplog.text.count("the build of deepspeed_shm_comm was killed") == 1
     assert FileBaton(str(lock)).try_acquire()
 
 
-def test_a_builder_elsewhere_is_waited_for(
-    lock: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A lock without a visible owner is removed only after its folder has not changed for long."""
-    lock.touch()
+def test_a_builder_elsewhere_is_waited_for(lock: Path, checks: Counter[bool]) -> None:
+    """A lock without a visible owner is taken only after its folder has not changed for long."""
+    prepare_op_builds()
+    lock.write_text("17@1700000000/another-boot/4026531836")
     age(lock.parent, 1000)
     (lock.parent / "shm.o").touch()
-    monkeypatch.setattr(op_builds.time, "sleep", lambda seconds: age(lock.parent, 1000))
-    with caplog.at_level(logging.WARNING):
-        clear_interrupted_builds()
-    assert "is being built on another machine" in caplog.text
-    assert not lock.exists()
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(FileBaton(str(lock)).try_acquire)
+        until(lambda: checks[False] > 2, "checks by the one that waits")
+        assert not waiting.done()
+        age(lock.parent, 1000)
+        assert waiting.result(60) is True
 
 
 def test_a_build_is_named(lock: Path) -> None:
@@ -183,15 +224,8 @@ def test_a_build_is_named(lock: Path) -> None:
         "(once in this environment, usually 1 to 4 minutes; optimizers with "
         '"torch_adam": true need none)'
     )
-
-
-def test_without_a_lock_no_process_is_examined(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor if there is no folder yet."""
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "none"))
-    monkeypatch.setattr("psutil.process_iter", lambda: pytest.fail("examined processes"))
-    clear_interrupted_builds()
+    age(lock.parent, ABANDONED_SECONDS + 60)
+    assert op_builds.op_being_built() is None
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ class _PreparedScript:
 
 def run_in_slot(command: ScriptCommand, host: ScriptHost) -> None:
     """Run a script to its end, as ``__main__``, in this thread."""
-    prepare_op_builds(host.distributed.get_local_rank())
+    prepare_op_builds()
     with in_slot(host):
         run_script(command)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from tests.support.gpus import fake_gpus
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.errors import LaunchError
-from trial_core.processes.slots.announcer import Announcer
 from trial_core.rank.collectives import accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.rank_state import (
@@ -159,24 +156,3 @@ def test_the_generators_that_deepspeed_tracks_are_saved_and_restored(tmp_path: P
     finally:
         tracker.reset()
     assert "tracked" not in capture_rng()
-
-
-def test_a_wait_for_a_killed_build_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may take minutes, before anything of the trial is imported."""
-    announced: list[str] = []
-
-    class Listed(Announcer):
-        @contextmanager
-        def activity(
-            self, what: str, special: Callable[[], str | None] = lambda: None
-        ) -> Iterator[None]:
-            announced.append(what)
-            yield
-
-    def wait(local_rank: int) -> None:
-        raise InterruptedError(announced[-1])
-
-    monkeypatch.setattr(entrypoint, "prepare_op_builds", wait)
-    info = RunInfo(trial="toy-0000beef", experiment={"entrypoint": "a:B"})
-    with pytest.raises(InterruptedError, match="waiting for a build of an operator"):
-        entrypoint.build_adapter(info, RANK_1, Listed(lambda message: None, is_silent=False))
