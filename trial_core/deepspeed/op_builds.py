@@ -22,6 +22,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import psutil
@@ -60,10 +61,11 @@ def prepare_op_builds() -> None:
         os.environ["TORCH_EXTENSIONS_DIR"] = str(_build_folder())
     if get_accelerator().device_name() == "cpu" and not installed_ops.get(SHARED_MEMORY_OP):
         deepspeed.ops.__compatible_ops__[SHARED_MEMORY_OP] = False
-    FileBaton.try_acquire = _acquire_or_wait  # type: ignore[method-assign]
+    torchs_lock: Any = FileBaton
+    torchs_lock.try_acquire = _acquire_or_wait
 
 
-def _acquire_or_wait(baton: FileBaton) -> bool:
+def _acquire_or_wait(baton: Any) -> bool:
     """Take the lock of an extension's folder, for `FileBaton.try_acquire`.
 
     While another process has it, this waits. If that was killed, its lock is taken over, and what
@@ -86,7 +88,7 @@ def _acquire_or_wait(baton: FileBaton) -> bool:
     return False
 
 
-def _created(baton: FileBaton) -> bool:
+def _created(baton: Any) -> bool:
     """True if the lock file is this process's own now."""
     try:
         baton.fd = os.open(baton.lock_file_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
@@ -96,7 +98,7 @@ def _created(baton: FileBaton) -> bool:
     return True
 
 
-def _taken_over(baton: FileBaton) -> bool:
+def _taken_over(baton: Any) -> bool:
     """True if an abandoned lock file is this process's own now: one process at most gets it."""
     lock = Path(baton.lock_file_path)
     try:

@@ -196,7 +196,7 @@ def test_one_of_those_that_wait_for_a_killed_builder_builds(
         until(lambda: checks[False] > 8, "checks by those that wait")
         assert sum(each.done() for each in waiting) == 1
         waiting[took_over].release()
-        assert sorted(each.result() for each in waiting) == [False] * 3 + [True]
+        assert Counter(each.result() for each in waiting) == {False: 3, True: 1}
     assert caplog.text.count("the build of deepspeed_shm_comm was killed") == 1
     assert FileBaton(str(lock)).try_acquire()
 
