@@ -73,7 +73,7 @@ def check(jobset: dict[str, Any]) -> None:
     assert known.to_dict() == jobset
 
 
-@pytest.mark.parametrize("accelerator", ["auto", "cpu"])
+@pytest.mark.parametrize("accelerator", ["auto", pytest.param("cpu", marks=pytest.mark.long)])
 def test_the_file_fits_the_published_schemas(tmp_path: Path, accelerator: str) -> None:
     """Every field is known, and has its type."""
     check(jobset(tmp_path, resources={"slots_per_trial": 16, "accelerator": accelerator}))
