@@ -48,8 +48,9 @@ hypothesis.configuration.set_hypothesis_home_dir(
     Path(tempfile.gettempdir(), f"hypothesis-{os.getuid()}")
 )
 
-FLOWS = ("flows", "flow-ends", "deployments")
-"""Groups of tests with a Prefect server; each starts its own."""
+FLOWS = ("flows", "flow-ends")
+"""Groups of tests with a Prefect server; each starts its own. A server that waits takes 3 % of a
+processor."""
 FLOW_ENDS = ("lifecycle", "retraining", "server")
 """Folders of `flows` that make a group: few of their tests start ranks."""
 SCRIPTS = ("trainer", "core_api", "driver")
@@ -110,9 +111,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def _group(item: pytest.Item, path: Path) -> str:
     """The group of a test; empty: none."""
     if item.get_closest_marker("server"):
-        if path.parts[0] != "flows":
-            return "deployments"
-        return "flow-ends" if path.parts[1] in FLOW_ENDS else "flows"
+        is_end = path.parts[0] == "flows" and path.parts[1] in FLOW_ENDS
+        return "flow-ends" if is_end else "flows"
     if item.get_closest_marker("gateway"):
         return "gateway"
     if item.get_closest_marker("slots"):
