@@ -54,7 +54,7 @@ def test_links_and_images_resolve() -> None:
     dead = [
         (name(document), path) for document, path in paths if not (document.parent / path).exists()
     ]
-    assert len(paths) > 500
+    assert len(paths) > 300
     assert dead == []
 
 

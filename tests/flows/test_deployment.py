@@ -8,12 +8,11 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
-from prefect.server.events.schemas.automations import EventTrigger
-from prefect.server.events.schemas.events import ReceivedEvent
 
 from tests.support.cli import TRIALFLOW, environment_in
 from tests.support.prefect import PrefectServer, process_worker
@@ -27,6 +26,9 @@ from trial_core.processes.machine.run_dirs import trial_id
 from trialflow.deployments.automations import CRASH_SILENT, crash_lost_starts
 from trialflow.deployments.cli.deploy import wanted_resources
 from trialflow.deployments.resources import set_up, take_down
+
+if TYPE_CHECKING:
+    from prefect.server.events.schemas.events import ReceivedEvent  # the server: by each test
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
@@ -97,6 +99,8 @@ def pool_of(folder: Path) -> str:
 
 def heartbeats(scene: Scene) -> list[ReceivedEvent]:
     """The heartbeats of the run that the server has received."""
+    from prefect.server.events.schemas.events import ReceivedEvent
+
     of_run = {"resource": {"id": [f"prefect.flow-run.{scene.run_id}"]}}
     query = {"filter": {**of_run, "event": {"name": ["prefect.flow-run.heartbeat"]}}}
     found = scene.server.query("events/filter", query)["events"]
@@ -109,6 +113,8 @@ def test_a_killed_run_resumes_as_the_same_run(deployed: Scene, loses_supervisor:
     """After SIGKILL of its driver no process is left within 10 s, and the run resumes from its last
     checkpoint: its supervisor starts the driver again, or else the automation does. The automations
     match the heartbeats of a living run."""
+    from prefect.server.events.schemas.automations import EventTrigger
+
     pool = pool_of(deployed.folder)
     with process_worker(deployed.server, pool, deployed.variables) as worker:
         deployed.parent = worker

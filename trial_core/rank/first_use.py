@@ -11,7 +11,7 @@ from contextlib import suppress
 
 MODULES = (
     "torch._dynamo",  # by torch's optimizers
-    "deepspeed.runtime.zero.muon.muon_optimizer",  # by deepspeed.initialize; it imports inductor
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # by deepspeed.initialize
     "deepspeed.module_inject.auto_ep_layer",  # the same
     "setuptools",  # by cpp_extension, which itself would note CUDA_HOME before the rank sets it
     "torch.utils.tensorboard",  # by the first report; it imports boto3

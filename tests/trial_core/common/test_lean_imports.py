@@ -1,13 +1,18 @@
-"""What importing DeepSpeed costs, where MLflow is installed."""
+"""What importing DeepSpeed does not import."""
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.ranks import ROOT
+from trial_core.common import lean_imports
 
 SCRIPT = """
 import importlib.util, sys
@@ -30,3 +35,36 @@ def test_deepspeed_does_not_import_mlflow(when: str, seen: str) -> None:
         [sys.executable, "-c", SCRIPT, when], cwd=ROOT, text=True, capture_output=True, check=True
     )
     assert done.stdout.splitlines()[-2:] == [seen, "True"]
+
+
+MUON = """
+import sys
+import trial_core
+import deepspeed
+from deepspeed.runtime.zero.muon import muon_optimizer
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+def test_muon_imports_no_inductor() -> None:
+    """Every engine imports this optimizer, and few use it."""
+    done = subprocess.run(
+        [sys.executable, "-c", MUON], cwd=ROOT, text=True, capture_output=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_muon_is_compiled_with_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, by torch.compile as usual."""
+    compiled = []
+
+    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled.append(function.__name__)
+        return function
+
+    muon = importlib.import_module(lean_imports.MUON)
+    monkeypatch.setattr(torch, "compile", compile)
+    gradient = torch.eye(4)
+    steps = [muon.zeropower_via_newtonschulz5(gradient, steps=5) for _ in range(2)]
+    assert compiled == ["zeropower_via_newtonschulz5"]
+    assert torch.equal(*steps)

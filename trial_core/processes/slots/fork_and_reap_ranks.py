@@ -24,7 +24,7 @@ import socket
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import msgspec
@@ -39,8 +39,6 @@ from trial_core.processes.slots.device_locks import (
 )
 from trial_core.processes.slots.kept_memory import KEEPER_VARIABLE, Keeper
 
-COMPILERS_VARIABLE = "TORCH_WARM_POOL"
-"""Torch's switch: whether an import of inductor starts processes that compile."""
 MESSAGE_BYTES = 2**16
 DESCRIPTORS = 253
 """The most descriptors of a message, Linux's limit."""
@@ -116,9 +114,8 @@ class Server:
     def preload(self, modules: Sequence[str]) -> None:
         """Import the modules. A rank that cannot use them imports them itself, and reports why."""
         try:
-            with without_threads():
-                for module in modules:
-                    importlib.import_module(module)
+            for module in modules:
+                importlib.import_module(module)
         except Exception:  # noqa: BLE001 - each rank imports it again, and reports it
             traceback.print_exc()
             self._can_use_imported = False
@@ -309,29 +306,6 @@ def _live_members(leaders: Collection[int]) -> set[int]:
             if int(session) in leaders and state not in (b"Z", b"X"):
                 found.add(int(name))
     return found
-
-
-@contextlib.contextmanager
-def without_threads() -> Iterator[None]:
-    """Keep imports of DeepSpeed from starting threads, which a fork does not take along.
-
-    Its autotuner imports MLflow where that is installed, which takes a second of processor time;
-    a trial may import it afterwards. It imports inductor, too, which in torch 2.7 starts processes
-    that compile, where Triton is installed: here they start with the first compilation.
-    """
-    is_hidden = "mlflow" not in sys.modules
-    if is_hidden:
-        sys.modules["mlflow"] = None  # type: ignore[assignment]
-    is_warming = COMPILERS_VARIABLE not in os.environ
-    if is_warming:
-        os.environ[COMPILERS_VARIABLE] = "0"
-    try:
-        yield
-    finally:
-        if is_hidden:
-            del sys.modules["mlflow"]
-        if is_warming:
-            del os.environ[COMPILERS_VARIABLE]
 
 
 def main() -> None:

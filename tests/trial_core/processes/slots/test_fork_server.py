@@ -229,17 +229,14 @@ def test_children_in_groups_of_their_own_are_killed() -> None:
 def test_the_imports_of_ranks_start_nothing() -> None:
     """A fork takes no thread along. MLflow has one; a trial may import it all the same."""
     program = (
-        "import importlib, os, psutil, sys, threading\n"
-        "from trial_core.processes.slots.fork_and_reap_ranks import without_threads\n"
+        "import importlib, psutil, sys, threading\n"
         "from trial_core.processes.slots.rank_main import TRIAL_MODULES\n"
-        "with without_threads():\n"
-        "    assert os.environ['TORCH_WARM_POOL'] == '0'\n"
-        "    for name in TRIAL_MODULES:\n"
-        "        importlib.import_module(name)\n"
+        "for name in TRIAL_MODULES:\n"
+        "    importlib.import_module(name)\n"
         "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
         "assert psutil.Process().children() == []\n"
-        "assert 'TORCH_WARM_POOL' not in os.environ\n"
         "assert 'mlflow' not in sys.modules\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules  # it may start compilers\n"
         "import mlflow\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

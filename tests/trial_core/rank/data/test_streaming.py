@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import pytest
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from trial_core.pytorch import DataLoader
+
+if TYPE_CHECKING:
+    import datasets  # by each test: it takes two seconds
 
 
 def rows(shards: list[int]) -> Iterator[dict[str, int]]:
@@ -21,6 +23,8 @@ def rows(shards: list[int]) -> Iterator[dict[str, int]]:
 
 def stream() -> datasets.IterableDataset:
     """40 rows in 4 shards, shuffled in a buffer and changed."""
+    import datasets
+
     plain = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2, 3]})
     return plain.shuffle(seed=3, buffer_size=8).map(lambda row: {"y": 2 * row["x"]})
 
@@ -44,6 +48,7 @@ def test_a_stream_continues_with_the_next_batch(workers: int) -> None:
 
 def test_a_stateful_loader_continues_a_stream() -> None:
     """Without reading what was read before, as long as nothing is buffered."""
+    import datasets
 
     def loader() -> Any:
         plain = datasets.IterableDataset.from_generator(rows, gen_kwargs={"shards": [0, 1, 2, 3]})
