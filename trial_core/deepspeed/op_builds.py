@@ -94,6 +94,8 @@ def _created(baton: Any) -> bool:
         baton.fd = os.open(baton.lock_file_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
         return False
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(baton.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.write(baton.fd, this_process().encode())
     return True
 
@@ -103,19 +105,21 @@ def _taken_over(baton: Any) -> bool:
     lock = Path(baton.lock_file_path)
     try:
         descriptor = os.open(lock, os.O_WRONLY)
-    except OSError:  # another process has taken it over meanwhile, and has ended its build
+    except FileNotFoundError:  # another process has taken it over meanwhile, and has built
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), lock.stat()):
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, this_process().encode())
-            baton.fd = descriptor
-            return True
-    except OSError:
-        pass  # as above, or another process has taken it over
-    os.close(descriptor)
-    return False
+    with suppress(OSError):  # a file system without locks
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # another process has taken it over
+            os.close(descriptor)
+            return False
+    if not _exists(lock) or not os.path.samestat(os.fstat(descriptor), lock.stat()):
+        os.close(descriptor)
+        return False
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, this_process().encode())
+    baton.fd = descriptor
+    return True
 
 
 def op_being_built() -> str | None:
