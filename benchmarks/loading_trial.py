@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.data import TensorDataset
 
 from benchmarks.gpu_trial import WIDTH, StateTrial
 from trial_core.deepspeed import DeepSpeedTrialContext
-from trial_core.pytorch import PyTorchCallback
+from trial_core.pytorch import DataLoader, PyTorchCallback
 
+BATCH_SAMPLES = 4
 SEEDS = {"weights": 0, "master": 0, "exp_avg": 1, "exp_avg_sq": 2}
 """Each part of the state is random numbers. The fp32 copies of the weights equal them."""
 
@@ -43,6 +45,11 @@ class LoadingTrial(StateTrial):
 
     def build_callbacks(self) -> dict[str, PyTorchCallback]:
         return {"work": Work(self)}
+
+    def build_training_data_loader(self) -> DataLoader:
+        # The ranks that load have batches of as many samples as those that saved.
+        samples = BATCH_SAMPLES // self.context.distributed.get_size()
+        return DataLoader(TensorDataset(torch.ones(256, WIDTH)), batch_size=samples)
 
     def state(self) -> dict[str, tuple[torch.Tensor, int]]:
         """Return this rank's flat tensors, each with its offset in the whole tensor."""

@@ -17,7 +17,9 @@ from benchmarks.pretrained import SMALL
 from trial_core.deepspeed import DeepSpeedTrial, DeepSpeedTrialContext
 from trial_core.pytorch import DataLoader
 
-CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {}}}
+# PyTorch's optimizer, which needs no operator that is compiled first.
+ADAM = {"type": "Adam", "params": {"torch_adam": True}}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM}
 
 
 class PretrainedTrial(DeepSpeedTrial):

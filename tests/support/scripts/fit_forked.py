@@ -27,13 +27,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 
 import numpy as np
 import torch
+from toy_trial import ToyTrial
 
-from trial_core.processes.slots.fork_and_reap_ranks import without_threads
-
-with without_threads():
-    from toy_trial import ToyTrial
-
-    from trial_core.deepspeed import Trainer, init
+from trial_core.deepspeed import Trainer, init
 from trial_core.pytorch import Batch, PyTorchCallback
 
 # Modules that ranks import when they first need them.
