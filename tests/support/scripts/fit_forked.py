@@ -25,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "toy"))
 
-import trial_core  # first: DeepSpeed would import MLflow, which starts a thread
+import trial_core  # noqa: F401 - first: DeepSpeed would import MLflow, which starts a thread
 
 # isort: split
 import numpy as np
