@@ -73,7 +73,9 @@ def test_a_trial_is_continued_with_the_code_of_its_checkpoint(warm_slots: Warm, 
     assert [line[0] for line in lines(here, "samples", 0)] == list(range(6))
     now = store.open(result.checkpoint_uuid).code
     assert now is not None
-    assert now.digest == code.digest  # in the checkpoint before, or as the second copy
+    assert now.digest == code.digest
+    second_copy = (result.checkpoint_uuid, code.place(uuid)[1])
+    assert now.place(result.checkpoint_uuid) in (code.place(uuid), second_copy)
     assert (run_dir_of(TRIAL) / "code" / "renamed.py").is_file()
 
 

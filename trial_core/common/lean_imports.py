@@ -36,15 +36,18 @@ class _MuonWithoutInductor(MetaPathFinder):
         if fullname != MUON:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.origin is not None:
-            spec.loader = _MuonLoader(fullname, spec.origin)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _MuonLoader(fullname, spec.loader.path)
         return spec
 
 
 class _MuonLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         compiler: Any = importlib.import_module("deepspeed.runtime.compiler")
-        decorator = compiler.compile
+        decorator = getattr(compiler, "compile", None)
+        if decorator is None:  # another release
+            super().exec_module(module)
+            return
         compiler.compile = lambda: compiled_on_first_call
         try:
             super().exec_module(module)

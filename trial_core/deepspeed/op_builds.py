@@ -32,7 +32,7 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder.builder import MissingCUDAException, installed_cuda_version
 from torch.utils.file_baton import FileBaton
 
-from trial_core.processes.machine.process_identity import is_alive, is_local, this_process
+from trial_core.processes.machine.process_identity import is_alive, this_process
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +77,21 @@ def _acquire_or_wait(baton: Any) -> bool:
     lock = Path(baton.lock_file_path)
     if _created(baton):
         return True
-    logger.info("waiting until another process has built %s (its lock: %s)", lock.parent.name, lock)
+    has_said = False
     while _exists(lock):
         if _is_abandoned(lock) and _taken_over(baton):
             logger.warning(
                 "the build of %s was killed: its lock %s is taken over", lock.parent.name, lock
             )
             return True
+        if not has_said:
+            has_said = True
+            if not _is_held(lock) and _exists(lock):
+                logger.warning(
+                    "%s is being built on another machine, or its build was killed: waiting until "
+                    "the folder of %s has not changed for %.0f s",
+                    lock.parent.name, lock, ABANDONED_SECONDS,
+                )  # fmt: skip
         time.sleep(POLL_SECONDS)
     return False
 
@@ -203,10 +211,8 @@ def _is_abandoned(lock: Path) -> bool:
     """True if the process that has the lock was killed, as far as this machine can tell."""
     owner = ""
     with suppress(OSError):  # as above
-        owner = lock.read_text()
-    if owner and is_local(owner):
-        return not is_alive(owner)
-    return _is_quiet(lock.parent) and not _is_held(lock)
+        owner = lock.read_text(errors="replace")
+    return not is_alive(owner) or (_is_quiet(lock.parent) and not _is_held(lock))
 
 
 def _is_held(lock: Path) -> bool:
@@ -222,7 +228,8 @@ def _is_held(lock: Path) -> bool:
 def _is_quiet(folder: Path) -> bool:
     """True if nothing has changed in a folder for long."""
     times = [0.0]
-    for file in folder.iterdir():
-        with suppress(OSError):  # deleted meanwhile
-            times.append(file.stat().st_mtime)
+    with suppress(OSError):  # deleted meanwhile, or another user's
+        for file in folder.iterdir():
+            with suppress(OSError):
+                times.append(file.stat().st_mtime)
     return time.time() - max(times) > ABANDONED_SECONDS

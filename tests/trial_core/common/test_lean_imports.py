@@ -68,3 +68,10 @@ def test_muon_is_compiled_with_its_first_step(monkeypatch: pytest.MonkeyPatch) -
     steps = [muon.zeropower_via_newtonschulz5(gradient, steps=5) for _ in range(2)]
     assert compiled == ["zeropower_via_newtonschulz5"]
     assert torch.equal(*steps)
+
+
+def test_what_a_compiled_function_calls_is_compiled_with_it() -> None:
+    """As by torch.compile: Muon's update, which is compiled, calls other such functions."""
+    inner = lean_imports.compiled_on_first_call(torch.sin)
+    outer = torch.compile(lambda x: inner(x) + 1, backend="eager", fullgraph=True)
+    assert torch.equal(outer(torch.ones(2)), torch.ones(2).sin() + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,16 +202,22 @@ def test_one_of_those_that_wait_for_a_killed_builder_builds(
     assert FileBaton(str(lock)).try_acquire()
 
 
-def test_a_builder_elsewhere_is_waited_for(lock: Path, checks: Counter[bool]) -> None:
+@pytest.mark.parametrize(
+    "owner", [b"17@1700000000/another-boot/4026531836", b"\xff of another kind"]
+)
+def test_a_builder_elsewhere_is_waited_for(
+    lock: Path, caplog: pytest.LogCaptureFixture, checks: Counter[bool], owner: bytes
+) -> None:
     """A lock without a visible owner is taken only after its folder has not changed for long."""
     prepare_op_builds()
-    lock.write_text("17@1700000000/another-boot/4026531836")
+    lock.write_bytes(owner)
     age(lock.parent, 1000)
     (lock.parent / "shm.o").touch()
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(FileBaton(str(lock)).try_acquire)
         until(lambda: checks[False] > 2, "checks by the one that waits")
         assert not waiting.done()
+        assert "is being built on another machine" in caplog.text
         age(lock.parent, 1000)
         assert waiting.result(60) is True
 
@@ -226,6 +233,17 @@ def test_a_build_is_named(lock: Path) -> None:
     )
     age(lock.parent, ABANDONED_SECONDS + 60)
     assert op_builds.op_being_built() is None
+
+
+def test_nothing_is_built_in_a_folder_that_is_gone(lock: Path) -> None:
+    """A person may delete the folder at any time."""
+    lock.touch()
+    found = [lock]
+    shutil.rmtree(lock.parent)
+    prepare_op_builds()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "glob", lambda path, pattern: iter(found))
+        assert op_builds.op_being_built() is None
 
 
 @pytest.mark.parametrize(
