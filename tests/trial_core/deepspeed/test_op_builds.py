@@ -189,6 +189,7 @@ def test_one_of_those_that_wait_for_a_killed_builder_builds(
             until(lambda: checks[False] > 8, "checks by those that wait")
             assert op_builds.op_being_built() is not None
             assert not any(each.done() for each in waiting)
+            os.utime(lock)  # so that only its end can tell
         if not with_trialflow:  # it did not say which process it was
             age(lock.parent, ABANDONED_SECONDS + 60)
         (took_over,) = wait(waiting, 60, FIRST_COMPLETED).done
@@ -220,6 +221,14 @@ def test_a_builder_elsewhere_is_waited_for(
         assert "is being built on another machine" in caplog.text
         age(lock.parent, 1000)
         assert waiting.result(60) is True
+
+
+def test_one_process_takes_a_lock_over(lock: Path) -> None:
+    """Of those that have found at the same moment that it is abandoned."""
+    lock.touch()
+    batons = [FileBaton(str(lock)) for _ in range(2)]
+    assert [op_builds._taken_over(each) for each in batons] == [True, False]
+    batons[0].release()
 
 
 def test_a_build_is_named(lock: Path) -> None:
