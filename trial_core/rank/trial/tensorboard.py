@@ -9,7 +9,8 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class TensorBoard:
         self._folder = folder
         self._uses_folder = False
         self._logs_metrics = False
+        self._has_failed = False
         self._writer: Any = None
         self._profiler: Any = None
         self._is_profiling = False
@@ -109,17 +111,22 @@ class TensorBoard:
         self._logs_metrics = self._logs_metrics or find_spec("tensorboard") is not None
 
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Write the reported metrics that are numbers, on rank 0, under Determined's tags."""
-        if self.automatic and self._logs_metrics and self.rank == 0:
+        """Write the reported metrics that are numbers, on rank 0, under Determined's tags.
+
+        Files that cannot be written, as on a full disk, are a warning, once; training continues.
+        """
+        if self.automatic and self._logs_metrics and self.rank == 0 and not self._has_failed:
             numbers = {
                 name: value
                 for name, value in metrics.items()
                 if isinstance(value, (int, float)) and not isinstance(value, bool)
             }
-            if numbers and self._has_metrics_writer():
-                for name, value in numbers.items():
-                    prefix = "val_" if kind == "validation" and not name.startswith("val") else ""
-                    self.writer().add_scalar(f"Determined/{prefix}{name}", value, batches)
+            with self._failure_is_a_warning():
+                if numbers and self._has_metrics_writer():
+                    for name, value in numbers.items():
+                        is_validation = kind == "validation" and not name.startswith("val")
+                        tag = f"Determined/{'val_' if is_validation else ''}{name}"
+                        self.writer().add_scalar(tag, value, batches)
         # Waits for the writer's thread, and so do all ranks. An upload of the files flushes them.
         if kind == "validation" or time.monotonic() >= self._next_flush:
             self._next_flush = time.monotonic() + FLUSH_SECONDS
@@ -138,9 +145,23 @@ class TensorBoard:
         return self._logs_metrics
 
     def flush(self) -> None:
-        """Flush the event files. Any thread may call this."""
-        if self._writer is not None:
-            self._writer.flush()
+        """Flush the event files; see `report` for a failure. Any thread may call this."""
+        if self._writer is not None and not self._has_failed:
+            with self._failure_is_a_warning():
+                self._writer.flush()
+
+    @contextmanager
+    def _failure_is_a_warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._has_failed:
+                return
+            self._has_failed = True
+            logger.warning(
+                "files for TensorBoard cannot be written: %s. Training continues; reported metrics "
+                "are not written there any more, and what the trial writes may be missing", error,
+            )  # fmt: skip
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
         """See `TrialContext.set_profiler`."""
@@ -184,7 +205,8 @@ class TensorBoard:
             self._profiler.stop()
             self._profiler = None
         if self._writer is not None:
-            self._writer.close()
+            with self._failure_is_a_warning():
+                self._writer.close()
 
 
 def _schedule(first: int, last: int, batches_trained: Callable[[], int]) -> Callable[[int], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import sys
 from pathlib import Path
 
@@ -96,3 +97,24 @@ def test_short_workloads_do_not_wait_for_the_event_file(
     events = EventAccumulator(str(tmp_path)).Reload()
     assert len(events.Scalars("Determined/loss")) == 3
     assert [each.value for each in events.Scalars("Determined/val_loss")] == [0.25]
+
+
+# TensorBoard's thread ends with the error, which the next call raises.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files that the storage of the checkpoints does not hold end no run: one warning says so."""
+    tensorboard = TensorBoard(tmp_path)
+    tensorboard.set_automatic(True)
+    tensorboard.flush()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # the file is longer already
+    try:
+        with caplog.at_level(logging.WARNING):
+            for batches in (2, 4, 6):
+                tensorboard.report("validation", batches, {"loss": 0.5})
+            tensorboard.flush()
+            tensorboard.finish()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (warning,) = caplog.messages
+    assert warning.startswith("files for TensorBoard cannot be written: [Errno 27] File too large")
