@@ -63,8 +63,13 @@ class EngineOptimizer(OptimizerPart):
         super().__init__(engine.basic_optimizer, schedulers, modules)
         if not self.parameters:
             self.parameters = names_of_copied(engine, modules)
+        is_16_bit = engine.bfloat16_enabled() or engine.fp16_enabled()
+        self._is_flat_if_fused = is_16_bit and not engine.zero_optimization()
 
     def continues(self, type_then: str) -> bool:
+        # In 16 bits without ZeRO, DeepSpeed flattens the weights of its fused classes alone.
+        if self._is_flat_if_fused and ("Fused" in self.type) != ("Fused" in type_then):
+            return False
         return _family(self.type) == _family(type_then)
 
 

@@ -15,6 +15,7 @@ from deepspeed.accelerator import get_accelerator
 
 from tests.support.slots import drive, toy_config
 from tests.trial_core.deepspeed.resuming import assert_resuming_is_bit_identical
+from trial_core.errors import RankFailed
 from trial_core.processes.slots.slot_group import SlotGroup
 
 pytestmark = pytest.mark.slots
@@ -74,3 +75,21 @@ def test_fp16_learns_what_fp32_does(warm_slots: Warm, tmp_path: Path, zero_stage
         return float(drive(warm_slots(2), config, tmp_path).validation[-1]["loss"])
 
     assert loss(fp16=FP16) == pytest.approx(loss(), rel=0.05)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("then", "now"), [("FusedAdam", "AdamW"), ("AdamW", "FusedAdam")])
+def test_a_fused_optimizer_is_another_class_without_zero(
+    warm_slots: Warm, tmp_path: Path, then: str, now: str
+) -> None:
+    """DeepSpeed keeps the weights in fp32 of a fused class as one tensor, which it alone reads."""
+
+    def config(kind: str, batches: int) -> Any:
+        params = {"lr": 0.01, "torch_adam": kind == "AdamW"}
+        optimizer = {"optimizer": {"type": "AdamW", "params": params}}
+        hyperparameters = own(0, bf16={"enabled": True}, **optimizer)
+        return toy_config(tmp_path, batches, entrypoint=OWN_CONFIG, hyperparameters=hyperparameters)
+
+    first = drive(warm_slots(2), config(then, 4), tmp_path, persist=True)
+    with pytest.raises(RankFailed, match=f"was of {then} .* has built one of {now}: "):
+        drive(warm_slots(2), config(now, 8), tmp_path, resume=first)
