@@ -63,8 +63,8 @@ class EngineOptimizer(OptimizerPart):
         super().__init__(engine.basic_optimizer, schedulers, modules)
         if not self.parameters:
             self.parameters = names_of_copied(engine, modules)
-        is_16_bit = engine.bfloat16_enabled() or engine.fp16_enabled()
-        self._is_flat_if_fused = is_16_bit and not engine.zero_optimization()
+        is_copied = hasattr(engine.optimizer, "fp16_groups")
+        self._is_flat_if_fused = is_copied and not engine.zero_optimization()
 
     def continues(self, type_then: str) -> bool:
         # In 16 bits without ZeRO, DeepSpeed flattens the weights of its fused classes alone.
