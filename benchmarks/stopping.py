@@ -232,7 +232,9 @@ def prefect(folder: Path) -> Iterator[httpx.Client]:
             with LocalWorker(POOL, folder / "worker.log"):
                 user, _, password = server.login.password.partition(":")
                 login = (user, password)
-                with httpx.Client(base_url=server.api_url, auth=login, timeout=60.0) as api:
+                with httpx.Client(
+                    base_url=server.api_url, auth=login, timeout=TIMEOUT_SECONDS
+                ) as api:
                     yield api
         except (TimeoutError, RuntimeError):
             print((folder / "worker.log").read_text()[-4000:], file=sys.stderr)
