@@ -36,7 +36,8 @@ MODULES = (
 )  # fmt: skip
 LISTED = {
     "*.RunClaim.renew: for seconds_left in *: the end": "its last item returns or raises",
-    "store.CheckpointStore.newest: True: false": "`while True`",
+    "store.CheckpointStore.newest_first: True: false": "`while True`",
+    "store.CheckpointStore.newest_first: name not in yielded: false": "only the first is taken",
     "store.CheckpointStore.check_clock: *": "of commands that only read",
     "retention.shared_files.*repair*: *": "of `checkpoints verify --repair`",
     "store.CheckpointStore.trial: *": "of commands, which name a trial by its first characters",
