@@ -22,7 +22,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.checkpoint.transfer.fetch import fetch_files
 from trial_core.errors import CheckpointDamaged, CheckpointNotFound, StorageError
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 Kind = Literal["500", "503", "cut request", "lose reply"]
 
 long = pytest.mark.long

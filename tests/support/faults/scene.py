@@ -29,7 +29,7 @@ from trial_core.errors import StorageError
 
 Result = TypeVar("Result")
 
-DEADLINE_SECONDS = 30.0
+DEADLINE_SECONDS = 120.0
 # The gateway's, as AWS's, is the smallest that it accepts.
 PART_BYTES = {"moto": 2**16, "ceph": 5 * 2**20}
 
