@@ -23,10 +23,10 @@ import pytest
 from prefect.client.orchestration import SyncPrefectClient
 
 from tests.support.cli import TRIALFLOW, environment_in, trialflow, trialflow_here
-from tests.support.prefect import isolated, prepared
+from tests.support.prefect import STANDSTILL_SECONDS, isolated, prepared
 from tests.support.processes import descendants, wait_until_gone
 from tests.support.slots import lines, toy_config
-from tests.support.waiting import WAIT_SECONDS, until
+from tests.support.waiting import WAIT_SECONDS, retry_while_busy, until
 from trial_core.checkpoint.store import CheckpointStore
 from trialflow.deployments import process_reaper
 from trialflow.deployments.cli import up as up_command
@@ -51,7 +51,8 @@ class Up:
     def client(self) -> httpx.Client:
         """A client of the API that is logged in."""
         user, _, password = self.password_path.read_text().strip().partition(":")
-        return httpx.Client(base_url=f"{self.url}/api", auth=(user, password))
+        login = (user, password)
+        return httpx.Client(base_url=f"{self.url}/api", auth=login, timeout=STANDSTILL_SECONDS)
 
     def get(self, path: str) -> Any:
         """The API's answer to a GET request."""
@@ -61,7 +62,8 @@ class Up:
     def query(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """The API's answer to a POST request."""
         with self.client() as client:
-            return client.post(path, json=body or {}).raise_for_status().json()
+            answer = retry_while_busy(lambda: client.post(path, json=body or {}).raise_for_status())
+            return answer.json()
 
     def answers(self) -> bool:
         """Whether the server answers."""

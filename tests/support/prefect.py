@@ -234,7 +234,7 @@ def process_worker(
     """
 
     def is_online() -> bool:
-        with plain_client() as client:
+        with plain_client(STANDSTILL_SECONDS) as client:
             answer = client.post(f"{server.api_url}/work_pools/{pool}/workers/filter", json={})
         return answer.is_success and any(w["status"] == "ONLINE" for w in answer.json())
 
