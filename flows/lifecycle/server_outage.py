@@ -20,7 +20,7 @@ from prefect.client.orchestration import get_client
 from prefect.events import clients
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
-from websockets.exceptions import InvalidHandshake
+from websockets.exceptions import ConnectionClosedError, InvalidHandshake
 
 from trialflow.tasks.client_retries import client_retries
 
@@ -80,6 +80,7 @@ class ServerOutage:
         return since is not None and limit is not None and self._clock() - since >= limit
 
 
+_prefects_login = clients.PrefectEventsClient._auth_handshake
 _installing = threading.Lock()
 _waiting: list[ServerOutage] = []
 """The outages of the blocks that this process is in; flows may be nested, or run in threads."""
@@ -113,6 +114,7 @@ def _install() -> None:
     if InvalidHandshake not in clients.RETRYABLE_EXCEPTIONS:
         # The error if a proxy answers in place of the server, or if the server is ending.
         clients.RETRYABLE_EXCEPTIONS = (*clients.RETRYABLE_EXCEPTIONS, InvalidHandshake)
+        clients.PrefectEventsClient._auth_handshake = _log_in
     # A subclass would not do: Prefect sends nothing by unknown clients.
     EventsWorker.set_client_override(
         clients.PrefectEventsClient,
@@ -120,6 +122,21 @@ def _install() -> None:
         reconnection_attempts=sys.maxsize,  # `_uninstall` ends them
     )
     set_api_log_sink(lambda log: PatientLogWorker.instance().send(log))
+
+
+async def _log_in(client: clients.PrefectEventsClient) -> None:
+    """Prefect's login, but a connection that is lost meanwhile is tried again.
+
+    Prefect takes it for a refused login, which the server closes with a reason, and gives up all
+    events that wait for the connection.
+    """
+    try:
+        await _prefects_login(client)
+    except Exception as error:
+        closed = error.__cause__
+        if isinstance(closed, ConnectionClosedError) and closed.rcvd is None:
+            raise closed from None
+        raise
 
 
 def _uninstall(is_away: bool) -> None:

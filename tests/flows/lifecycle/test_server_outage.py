@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort, CancelledRun
 from prefect.states import Crashed
+from websockets.asyncio.client import ClientConnection
 
 import trial_core.driver.loop
 import trialflow.deployments.automations
@@ -101,6 +103,33 @@ def test_what_happened_meanwhile_is_reported_later(
         "artifacts/filter", {"artifacts": {"flow_run_id": {"any_": [str(run)]}}}
     )
     assert report["data"] == "the last text"
+
+
+def test_a_connection_that_is_lost_while_it_logs_in(
+    stage: Stage, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The events that wait for it are sent later. Prefect takes it for a refused login."""
+    mend_at_the_end(wire, monkeypatch)
+    recv, has_trained, is_lost = ClientConnection.recv, threading.Event(), threading.Event()
+
+    async def recv_nothing(connection: ClientConnection) -> Any:
+        if not is_lost.is_set():
+            wire.cut()
+            await asyncio.to_thread(has_trained.wait, TIMEOUT_SECONDS)
+            is_lost.set()
+        return await recv(connection)
+
+    def train_without_server(flow_run: UUID, stopping: StopHandler) -> None:
+        monkeypatch.setattr(ClientConnection, "recv", recv_nothing)
+        step(0)
+        has_trained.set()
+        assert is_lost.wait(TIMEOUT_SECONDS)
+
+    stage.act = train_without_server
+    stage.set_stopping(server_outage_seconds=None)
+    run, _ = stage.train()
+    flush()
+    until(lambda: recorded(stage, run)[0] == ["Completed"], "the end of the task")
 
 
 @pytest.mark.long
