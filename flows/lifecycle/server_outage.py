@@ -114,7 +114,7 @@ def _install() -> None:
     if InvalidHandshake not in clients.RETRYABLE_EXCEPTIONS:
         # The error if a proxy answers in place of the server, or if the server is ending.
         clients.RETRYABLE_EXCEPTIONS = (*clients.RETRYABLE_EXCEPTIONS, InvalidHandshake)
-        clients.PrefectEventsClient._auth_handshake = _log_in
+        clients.PrefectEventsClient._auth_handshake = _log_in  # type: ignore[method-assign, assignment]
     # A subclass would not do: Prefect sends nothing by unknown clients.
     EventsWorker.set_client_override(
         clients.PrefectEventsClient,

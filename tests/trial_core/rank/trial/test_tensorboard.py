@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import resource
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -99,10 +100,13 @@ def test_short_workloads_do_not_wait_for_the_event_file(
     assert [each.value for each in events.Scalars("Determined/val_loss")] == [0.25]
 
 
-# TensorBoard's thread ends with the error, which the next call raises.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Files that the storage of the checkpoints does not hold end no run: one warning says so."""
+def test_a_disk_that_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Metrics that cannot be written end no run: one warning says so."""
+    # TensorBoard's thread ends with the error, which the next call raises.
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    threads = {*threading.enumerate()}
     tensorboard = TensorBoard(tmp_path)
     tensorboard.set_automatic(True)
     tensorboard.flush()
@@ -114,6 +118,8 @@ def test_a_disk_that_is_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
                 tensorboard.report("validation", batches, {"loss": 0.5})
             tensorboard.flush()
             tensorboard.finish()
+        for thread in {*threading.enumerate()} - threads:
+            thread.join()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     (warning,) = caplog.messages
