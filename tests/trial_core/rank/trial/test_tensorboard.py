@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
 import sys
 import threading
 from pathlib import Path
@@ -110,17 +109,15 @@ def test_a_disk_that_is_full(
     tensorboard = TensorBoard(tmp_path)
     tensorboard.set_automatic(True)
     tensorboard.flush()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))  # the file is longer already
-    try:
-        with caplog.at_level(logging.WARNING):
-            for batches in (2, 4, 6):
-                tensorboard.report("validation", batches, {"loss": 0.5})
-            tensorboard.flush()
-            tensorboard.finish()
-        for thread in {*threading.enumerate()} - threads:
-            thread.join()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    (events,) = tmp_path.glob("events.*")  # TensorBoard opens it for each write
+    events.unlink()
+    events.symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING):
+        for batches in (2, 4, 6):
+            tensorboard.report("validation", batches, {"loss": 0.5})
+        tensorboard.flush()
+        tensorboard.finish()
+    for thread in {*threading.enumerate()} - threads:
+        thread.join(60)
     (warning,) = caplog.messages
-    assert warning.startswith("files for TensorBoard cannot be written: [Errno 27] File too large")
+    assert warning.startswith("files for TensorBoard cannot be written: [Errno 28] No space left")
