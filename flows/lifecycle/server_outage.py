@@ -21,6 +21,7 @@ from prefect.events import clients
 from prefect.events.worker import EventsWorker, emit_events_to_cloud
 from prefect.logging.handlers import APILogWorker, set_api_log_sink
 from websockets.exceptions import ConnectionClosedError, InvalidHandshake
+from websockets.frames import CloseCode
 
 from trialflow.tasks.client_retries import client_retries
 
@@ -127,16 +128,18 @@ def _install() -> None:
 async def _log_in(client: clients.PrefectEventsClient) -> None:
     """Prefect's login, but a connection that is lost meanwhile is tried again.
 
-    Prefect takes it for a refused login, which the server closes with a reason, and gives up all
+    Prefect takes it for a refused login, which violates the server's policy, and gives up all
     events that wait for the connection.
     """
     try:
         await _prefects_login(client)
     except Exception as error:
-        closed = error.__cause__
-        if isinstance(closed, ConnectionClosedError) and closed.rcvd is None:
-            raise closed from None
-        raise
+        lost = error.__cause__
+        if not isinstance(lost, ConnectionClosedError):
+            raise
+        if lost.rcvd is not None and lost.rcvd.code == CloseCode.POLICY_VIOLATION:
+            raise
+        raise lost from None
 
 
 def _uninstall(is_away: bool) -> None:
