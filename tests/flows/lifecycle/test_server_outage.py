@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -18,6 +19,8 @@ from prefect.cache_policies import NO_CACHE
 from prefect.exceptions import Abort, CancelledRun
 from prefect.states import Crashed
 from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosedError
+from websockets.frames import Close, CloseCode
 
 import trial_core.driver.loop
 import trialflow.deployments.automations
@@ -33,6 +36,7 @@ from trial_core.config import ExperimentConfig
 from trial_core.driver.loop import Loop
 from trial_core.driver.uploads import Pruning, Uploads
 from trial_core.schedule.stop_requests import StopHandler
+from trialflow.flows.lifecycle import server_outage
 from trialflow.flows.lifecycle.server_outage import ServerOutage
 from trialflow.flows.server.embedded_server import flush
 from trialflow.flows.train import TrialResult
@@ -130,6 +134,22 @@ def test_a_connection_that_is_lost_while_it_logs_in(
     run, _ = stage.train()
     flush()
     until(lambda: recorded(stage, run)[0] == ["Completed"], "the end of the task")
+
+
+def test_a_login_that_is_refused_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server closes for its policy then; with another code when it restarts."""
+
+    def outcome(code: CloseCode) -> BaseException:
+        async def closed(client: Any) -> None:
+            raise RuntimeError("refused") from ConnectionClosedError(Close(code, ""), None)
+
+        monkeypatch.setattr(server_outage, "_prefects_login", closed)
+        with pytest.raises((RuntimeError, ConnectionClosedError)) as raised:
+            asyncio.run(server_outage._log_in(SimpleNamespace()))  # type: ignore[arg-type]
+        return raised.value
+
+    assert isinstance(outcome(CloseCode.POLICY_VIOLATION), RuntimeError)
+    assert isinstance(outcome(CloseCode.SERVICE_RESTART), ConnectionClosedError)
 
 
 @pytest.mark.long
