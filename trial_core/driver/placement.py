@@ -99,7 +99,7 @@ class OnNodes(Placement):
         """Wait for the nodes; return the number of their slots, and their launcher."""
         run = launch.run
         run.clock.has_left(self.pool.slots_left)
-        with launch.stage("wait-for-nodes", self._wanted):
+        with launch.stage("wait-for-nodes", self._wanted, "queue"):
             agents = self.pool.gather(
                 lambda: run.stopping.request is not None, on_activity=launch.note_activity
             )

@@ -7,7 +7,7 @@ import queue
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -34,7 +34,7 @@ from trial_core.messages import (
 )
 from trial_core.observe.events.observers import Observer
 from trial_core.observe.events.throughput import ThroughputMeter
-from trial_core.observe.ledger.run_clock import RunClock
+from trial_core.observe.ledger.run_clock import Bucket, RunClock
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.schedule.stop_requests import StopHandler, why_early
 from trial_core.schedule.units import EpochLength, TrainUnit
@@ -384,11 +384,11 @@ class Launch:
             self.slots.tell(ReportTaken(receipt=event.receipt))
 
     @contextmanager
-    def stage(self, name: str, detail: str) -> Iterator[None]:
-        """Report a stage to the observer, and count its time; a hook's by its name in `detail`."""
+    def stage(self, name: str, detail: str, bucket: Bucket | None) -> Iterator[None]:
+        """Report a stage to the observer, and count its time in `bucket`, if it has one."""
         observer = self.run.observer
         observer.stage_started(name, detail)
         began = time.monotonic()
-        with self.run.clock.in_stage(name, detail.partition(" ")[0]):
+        with self.run.clock.spending(bucket) if bucket else nullcontext():
             yield
         observer.stage_ended(name, detail, time.monotonic() - began)

@@ -29,7 +29,7 @@ from trial_core.schedule.units import EpochLength
 logger = logging.getLogger(__name__)
 
 
-@stage("build-trial")
+@stage("build-trial", bucket="build")
 def build_trial(launch: Launch) -> None:
     """Construct the user's trial, its models and optimizers, on every rank."""
     run = launch.run
@@ -47,7 +47,7 @@ def build_trial(launch: Launch) -> None:
     run.observer.ranks_placed(nodes)
 
 
-@stage("attach-trial")
+@stage("attach-trial", bucket="build")
 def attach_trial(launch: Launch) -> None:
     """Take over the trial of a script whose ranks are in `Trainer.fit`, or will be."""
     run = launch.run
@@ -84,7 +84,12 @@ def _warn_of_another_batch_size(hyperparameters: Mapping[str, Any], built: Trial
         )  # fmt: skip
 
 
-@stage("fetch-checkpoint", "@{manifest.progress.batches_trained}", is_transfer=True)
+@stage(
+    "fetch-checkpoint",
+    "@{manifest.progress.batches_trained}",
+    bucket="restore",
+    is_transfer=True,
+)
 def fetch_checkpoint(
     launch: Launch, manifest: Manifest, restore: Restore = "everything"
 ) -> str | None:
@@ -151,7 +156,7 @@ def tell_changes(launch: Launch, point: ResumePoint, settings: RestoredSettings)
         run.observer.notice(each)
 
 
-@stage("build-loaders", "@{point.progress.batches_trained}")
+@stage("build-loaders", "@{point.progress.batches_trained}", bucket="build")
 def build_loaders(launch: Launch, point: ResumePoint) -> EpochLength | None:
     """Build the loaders and restore the checkpoint. Return the length of an epoch."""
     begin = point.progress.batches_trained

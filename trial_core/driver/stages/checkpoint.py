@@ -53,7 +53,7 @@ def sweep_leftovers(
         logger.warning("leftovers of dead attempts are not deleted: %s", error)
 
 
-@stage("checkpoint-save", "@{progress.batches_trained}")
+@stage("checkpoint-save", "@{progress.batches_trained}", bucket="checkpoint_stall")
 def checkpoint_save(launch: Launch, progress: Progress) -> StagedCheckpoint:
     """Stage a checkpoint on every rank. Training may continue when this returns."""
     uuid, answers = str(uuids.uuid4()), launch.answers

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -16,11 +16,15 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 from trial_core.checkpoint.storage.storage_errors import retry_storage
 from trial_core.driver.run import Launch
 from trial_core.errors import CheckpointNotFound, CheckpointRefused, TrialflowError
+from trial_core.observe.ledger.run_clock import Bucket
 from trial_core.processes.machine.background import in_background
 
 P = ParamSpec("P")
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+BucketOf = Bucket | None | Callable[[Mapping[str, Any]], Bucket | None]
+"""The clock's bucket for a stage's time, or how it follows from the arguments; None: idle."""
 
 
 class OwnStageFailed(TrialflowError):
@@ -63,6 +67,7 @@ class DeclaredStage(Generic[P, T]):
         work: its function.
         name: its name for people, in the log, the report and the timeline.
         detail: follows the name; has fields of the function's arguments.
+        bucket: counts its time.
         is_transfer: True if it is repeated after a pause when the storage fails.
         is_parallel: True if it runs in parallel with training; its result is a `Pending`.
     """
@@ -70,6 +75,7 @@ class DeclaredStage(Generic[P, T]):
     work: Callable[..., Any]
     name: str
     detail: str = ""
+    bucket: BucketOf = None
     is_transfer: bool = False
     is_parallel: bool = False
 
@@ -79,11 +85,12 @@ class DeclaredStage(Generic[P, T]):
 
     @contextmanager
     def timed(self, launch: Launch, *args: P.args, **kwargs: P.kwargs) -> Iterator[None]:
-        """Tell the observer of the stage, and count the time of the block as the stage's."""
+        """Tell the observer of the stage, and count the time of the block in its bucket."""
         given = inspect.signature(self.work).bind(launch, *args, **kwargs).arguments
         detail = self.detail.format(**given)
+        bucket = self.bucket(given) if callable(self.bucket) else self.bucket
         try:
-            with launch.stage(self.name, detail):
+            with launch.stage(self.name, detail, bucket):
                 yield
         except _SURVIVED:
             launch.run.observer.stage_failed(self.name, detail)
@@ -91,7 +98,12 @@ class DeclaredStage(Generic[P, T]):
 
 
 def stage(
-    name: str, detail: str = "", *, is_transfer: bool = False, is_timed: bool = True
+    name: str,
+    detail: str = "",
+    *,
+    bucket: BucketOf,
+    is_transfer: bool = False,
+    is_timed: bool = True,
 ) -> Callable[[Callable[Concatenate[Launch, P], T]], DeclaredStage[P, T]]:
     """Declare a function as a stage, see `DeclaredStage`.
 
@@ -99,7 +111,7 @@ def stage(
     """
 
     def declare(work: Callable[Concatenate[Launch, P], T]) -> DeclaredStage[P, T]:
-        return _declared(work, is_timed, name, detail, is_transfer, False)
+        return _declared(work, is_timed, name, detail, bucket, is_transfer, False)
 
     return declare
 
@@ -107,10 +119,13 @@ def stage(
 def parallel_stage(
     name: str, detail: str, *, is_transfer: bool = False, is_timed: bool = True
 ) -> Callable[[Callable[Concatenate[Launch, P], T]], DeclaredStage[P, Pending[T]]]:
-    """Declare a function as a stage that runs in parallel with training, as `stage` does."""
+    """Declare a function as a stage that runs in parallel with training, as `stage` does.
+
+    The slots do not wait for it, so its time has no bucket.
+    """
 
     def declare(work: Callable[Concatenate[Launch, P], T]) -> DeclaredStage[P, Pending[T]]:
-        return _declared(work, is_timed, name, detail, is_transfer, True)
+        return _declared(work, is_timed, name, detail, None, is_transfer, True)
 
     return declare
 

@@ -166,7 +166,7 @@ class RunningScript:
             self._happened.put(error)
 
 
-@stage("run-script", "[{begin}→]")
+@stage("run-script", "[{begin}→]", bucket="train")
 def run_script(
     launch: Launch, script: RunningScript, progress: ScriptReports, begin: int
 ) -> WhatHappened:

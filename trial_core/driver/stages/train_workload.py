@@ -15,7 +15,7 @@ from trial_core.observe.events.observers import WorkloadTimes
 from trial_core.schedule.work import samples_of
 
 
-@stage("train-workload", "[{begin}→{until}]", is_timed=False)
+@stage("train-workload", "[{begin}→{until}]", bucket="train", is_timed=False)
 def train_workload(launch: Launch, begin: int, until: int) -> int:
     """Train from batch `begin` to `until`, or less far if the run is asked to stop.
 

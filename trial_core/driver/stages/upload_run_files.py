@@ -9,7 +9,7 @@ from trial_core.errors import StorageError
 from trial_core.messages import FinishRunFiles, RunFilesStored
 
 
-@stage("upload-run-files", "@{batches_trained}", is_transfer=True)
+@stage("upload-run-files", "@{batches_trained}", bucket=None, is_transfer=True)
 def upload_run_files(launch: Launch, batches_trained: int) -> str:
     """Upload the files that no checkpoint upload has stored. Return the URL of all of them.
 

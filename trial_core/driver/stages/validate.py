@@ -13,7 +13,7 @@ from trial_core.schedule.sequencer import searcher_metric
 from trial_core.schedule.stop_requests import completed_early
 
 
-@stage("check-metrics")
+@stage("check-metrics", bucket="validate")
 def check_metrics(launch: Launch) -> list[str] | None:
     """Return the names of the validation metrics; None if one batch does not tell them."""
     named = launch.ask(NameMetrics(), MetricsNamed)[0]
@@ -21,7 +21,7 @@ def check_metrics(launch: Launch) -> list[str] | None:
     return named.names
 
 
-@stage("validate", "@{batches_trained}")
+@stage("validate", "@{batches_trained}", bucket="validate")
 def validate(launch: Launch, batches_trained: int) -> bool:
     """Validate. Return False if a stop request broke it off."""
     run, answers = launch.run, launch.answers

@@ -24,7 +24,7 @@ idle               everything else: between the stages, at the end, before a res
                    after the last finished batch of ranks that died or hung
 =================  ==============================================================================
 
-A callback's hook belongs to the stage that it follows (`bucket_of`).
+Each stage declares its bucket (`trial_core.driver.stages.declared_stage`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Literal, get_args
 
 Bucket = Literal[
@@ -41,33 +41,6 @@ Bucket = Literal[
     "drain", "idle",
 ]  # fmt: skip
 BUCKETS: tuple[Bucket, ...] = get_args(Bucket)
-
-_OF_STAGE: Mapping[str, Bucket] = {
-    "wait-for-nodes": "queue",
-    "build-trial": "build",
-    "attach-trial": "build",
-    "fetch-checkpoint": "restore",
-    "build-loaders": "build",  # the part that loads a checkpoint is moved: see `count_as`
-    "check-metrics": "validate",
-    "train-workload": "train",
-    "run-script": "train",
-    "validate": "validate",
-    "checkpoint-save": "checkpoint_stall",
-}
-_OF_HOOK: Mapping[str, Bucket] = {
-    "on_trial_startup": "build",
-    "on_training_start": "build",
-    "on_training_workload_end": "train",
-    "on_validation_end": "validate",
-    "on_checkpoint_write_end": "checkpoint_stall",
-    "on_checkpoint_end": "checkpoint_stall",
-    "on_checkpoint_upload_end": "checkpoint_stall",
-}
-
-
-def bucket_of(stage: str, hook: str = "") -> Bucket | None:
-    """The bucket of a stage, or of a hook in ``callbacks``; None if that time counts as idle."""
-    return _OF_HOOK.get(hook) if stage == "callbacks" else _OF_STAGE.get(stage)
 
 
 class RunClock:
@@ -109,7 +82,10 @@ class RunClock:
     @contextmanager
     def spending(self, bucket: Bucket) -> Iterator[None]:
         """Be in `bucket` during the block, and then in the previous one; blocks may be nested. If
-        training fails, the time after the last finished batch is idle."""
+        training fails, the time after the last finished batch is idle. So is a wait for nodes
+        while the run holds slots."""
+        if bucket == "queue" and self._holds_slots:
+            bucket = "idle"
         before = self.switch(bucket)
         try:
             yield
@@ -120,13 +96,6 @@ class RunClock:
             raise
         finally:
             self.switch(before)
-
-    def in_stage(self, stage: str, hook: str = "") -> AbstractContextManager[None]:
-        """Be in a stage's bucket during the block: see `bucket_of`."""
-        bucket = bucket_of(stage, hook)
-        if bucket == "queue" and self._holds_slots:
-            bucket = "idle"
-        return nullcontext() if bucket is None else self.spending(bucket)
 
     def count_as(self, bucket: Bucket, seconds: float) -> None:
         """Move the last `seconds` of the present bucket to another one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.stages import all_stages
-from trial_core.observe.ledger.run_clock import BUCKETS, RunClock, bucket_of
+from trial_core.observe.ledger.run_clock import BUCKETS, RunClock
 
 
 class Seconds:
@@ -33,17 +33,15 @@ def clock(seconds: Seconds) -> RunClock:
 
 
 def test_slot_seconds_of_a_run_by_stage(clock: RunClock, seconds: Seconds) -> None:
-    """Nested blocks return to the bucket before; a stage without one is in that around it."""
-    with clock.in_stage("build-trial"):
+    """Nested blocks return to the bucket before."""
+    with clock.spending("build"):
         seconds.now += 5
     seconds.now += 1
     with clock.spending("checkpoint_stall"):
         seconds.now += 7
-        with clock.in_stage("callbacks", "on_validation_end"):
+        with clock.spending("validate"):
             seconds.now += 11
-        seconds.now += 13
-        with clock.in_stage("callbacks", "on_trial_shutdown"):
-            seconds.now += 17
+        seconds.now += 30
     assert clock.slot_milliseconds() == {
         "build": 15000, "validate": 33000, "checkpoint_stall": 111000, "idle": 3000,
     }  # fmt: skip
@@ -79,11 +77,11 @@ def test_time_before_the_slots_are_known_counts_as_many(seconds: Seconds) -> Non
 def test_batches_that_were_trained_before_are_redone(clock: RunClock, seconds: Seconds) -> None:
     """A launch loses batches 4 to 13; the next one trains them again. Time is shared by batches."""
     clock.starts_at(0)
-    with clock.in_stage("train-workload"):
+    with clock.spending("train"):
         seconds.now += 13
         clock.batches_trained(13)
     clock.starts_at(4)
-    with clock.in_stage("train-workload"):
+    with clock.spending("train"):
         seconds.now += 4
         clock.batches_trained(8)
         assert clock.slot_milliseconds() == {"train": 39000, "redone": 12000}
@@ -98,7 +96,7 @@ def test_what_an_earlier_run_has_trained_is_redone(clock: RunClock, seconds: Sec
     """Also time that no batch has ended yet."""
     clock.continues(6)
     clock.starts_at(4)
-    with clock.in_stage("train-workload"):
+    with clock.spending("train"):
         seconds.now += 1
         assert clock.slot_milliseconds() == {"redone": 3000}
         clock.batches_trained(6)
@@ -113,7 +111,7 @@ def test_what_follows_the_last_batch_of_failed_ranks_is_idle(
     clock.starts_at(0)
 
     def train_and_hang() -> None:
-        with clock.in_stage("train-workload"):
+        with clock.spending("train"):
             seconds.now += 2
             clock.batches_trained(1)
             seconds.now += 3600
@@ -127,26 +125,20 @@ def test_what_follows_the_last_batch_of_failed_ranks_is_idle(
 
 def test_a_part_of_a_stage_counts_as_another_bucket(clock: RunClock, seconds: Seconds) -> None:
     """Building the loaders also restores; never more than was spent."""
-    with clock.in_stage("build-loaders"):
+    with clock.spending("build"):
         seconds.now += 5
         clock.count_as("restore", 2)
     assert clock.slot_milliseconds() == {"build": 9000, "restore": 6000}
-    with clock.in_stage("build-loaders"):
+    with clock.spending("build"):
         clock.count_as("restore", 99)
     assert clock.slot_milliseconds() == {"restore": 15000}
 
 
-def test_the_stages_of_a_run_have_buckets() -> None:
-    """The names are those of the tasks."""
-    others = {"callbacks", "upload_run_files"}
-    waited_for = [
-        stage
-        for name, stage in all_stages().items()
-        if not stage.is_parallel and name not in others
-    ]
-    assert None not in [bucket_of(stage.name) for stage in waited_for]
-    assert bucket_of("callbacks", "on_checkpoint_upload_end") == "checkpoint_stall"
-    assert bucket_of("checkpoint-upload") is None
+def test_the_time_of_a_hook_is_that_of_the_stage_before_it() -> None:
+    bucket = all_stages()["callbacks"].bucket
+    assert callable(bucket)
+    assert bucket({"hook": "on_checkpoint_upload_end"}) == "checkpoint_stall"
+    assert bucket({"hook": "on_trial_shutdown"}) is None
 
 
 def test_a_move_to_other_nodes_is_a_drain_until_the_next_launch(
@@ -157,11 +149,11 @@ def test_a_move_to_other_nodes_is_a_drain_until_the_next_launch(
         seconds.now += 1
         clock.drains()
         seconds.now += 2
-    with clock.in_stage("checkpoint-save"):
+    with clock.spending("checkpoint_stall"):
         seconds.now += 3
     seconds.now += 4
     clock.switch("launch")
-    with clock.in_stage("wait-for-nodes"):
+    with clock.spending("queue"):
         seconds.now += 5
     seconds.now += 6
     clock.switch("idle")
@@ -174,7 +166,7 @@ def test_a_move_to_other_nodes_is_a_drain_until_the_next_launch(
 def test_waiting_for_the_first_nodes_is_queueing(seconds: Seconds) -> None:
     clock = RunClock(now=seconds)
     clock.switch("launch")
-    with clock.in_stage("wait-for-nodes"):
+    with clock.spending("queue"):
         seconds.now += 5
     clock.has_slots(2)
     assert clock.slot_milliseconds() == {"queue": 10000}
@@ -187,11 +179,11 @@ def test_lost_slots_are_not_counted_while_others_are_waited_for(seconds: Seconds
     clock.has_slots(4)
     clock.switch("launch")
     clock.has_left(3)
-    with clock.in_stage("wait-for-nodes"):
+    with clock.spending("queue"):
         seconds.now += 5
     clock.has_slots(4)
     clock.has_left(0)
-    with clock.in_stage("wait-for-nodes"):
+    with clock.spending("queue"):
         seconds.now += 6
     clock.has_slots(2)
     seconds.now += 7
