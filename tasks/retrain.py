@@ -21,7 +21,7 @@ from trial_core.checkpoint.manifest import utc_now
 from trial_core.checkpoint.retention_policy import own_metric
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, StorageConfig
-from trial_core.config.parsing import merged
+from trial_core.config.yaml_file import merged
 from trial_core.driver.entrypoint_check import checked_entrypoint
 from trial_core.errors import (
     CheckpointDamaged,
@@ -42,7 +42,7 @@ from trial_core.models.journal import (
 from trial_core.models.promotion_rule import PromotionRule
 from trial_core.models.records import Version
 from trial_core.models.registry import Registry
-from trial_core.processes.machine.callback_process import call_function, log_lines
+from trial_core.processes.machine.function_process import call_function, log_lines
 from trial_core.processes.machine.run_dirs import run_dir_of, trial_id
 from trial_core.schedule.stop_requests import StopHandler
 from trial_core.search.settings import SearchExperiment

@@ -181,7 +181,7 @@ def read_experiment(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfi
 def read_any_experiment(path: Path, changes: Changes = UNCHANGED) -> ExperimentConfig:
     """As `read_experiment`, but the experiment may be a search."""
     from trial_core.config import ExperimentConfig
-    from trial_core.config.parsing import override, read_mapping
+    from trial_core.config.yaml_file import override, read_mapping
     from trial_core.search.settings import SearchExperiment, searches
 
     is_search = False

@@ -82,7 +82,7 @@ def export(
         done = export_checkpoint(store, request, to, force, wait.bytes_read)
     pushed = None
     if push_to is not None:
-        from trial_core.checkpoint.weights.hf_folder import push
+        from trial_core.checkpoint.weights.write_hf_folder import push
 
         with waiting(f"uploading {to} to {push_to}, {text_format.size(done.size_bytes)}"):
             pushed = push(

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from trial_core.config import determined, load_config
 from trial_core.config.error_text import ExperimentWarning
-from trial_core.config.parsing import parse_yaml
+from trial_core.config.yaml_file import parse_yaml
 from trial_core.errors import ConfigError
 from trialflow.deployments.migration.imports import Finding, Migrated
 

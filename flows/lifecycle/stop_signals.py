@@ -1,4 +1,7 @@
-"""Signals to a flow: the first asks the run to stop, the second kills its ranks."""
+"""Signals to a flow: the first asks the run to stop, the second kills its ranks.
+
+The whole route of a stop: `trial_core/schedule/stop_requests.py`.
+"""
 
 from __future__ import annotations
 

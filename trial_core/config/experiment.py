@@ -26,12 +26,6 @@ from trial_core.config import determined
 from trial_core.config.checkpoint_storage import StorageConfig
 from trial_core.config.error_text import error_lines, format_value, validation_error, warn
 from trial_core.config.lengths import OPEN_END, CheckpointPeriod, Period
-from trial_core.config.parsing import (
-    override,
-    override_values,
-    read_mapping,
-    warn_of_new_hyperparameters,
-)
 from trial_core.config.resources_section import ResourcesConfig
 from trial_core.config.retraining_section import RetrainingConfig
 from trial_core.config.search_ranges import draw
@@ -49,6 +43,12 @@ from trial_core.config.sections import (
 )
 from trial_core.config.tracker_list import tracker_list
 from trial_core.config.values import MAX_COUNT, Count, Flag, PlainMapping, PositiveOrAuto, Text
+from trial_core.config.yaml_file import (
+    override,
+    override_values,
+    read_mapping,
+    warn_of_new_hyperparameters,
+)
 from trial_core.errors import ConfigError
 from trial_core.processes.machine.accelerators import CPU, KIND_VARIABLE
 from trial_core.schedule.command import is_command

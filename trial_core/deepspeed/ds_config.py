@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trial_core.config.parsing import merged
+from trial_core.config.yaml_file import merged
 from trial_core.errors import TrialError, TrialTypeError, TrialValueError
 
 

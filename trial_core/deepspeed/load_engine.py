@@ -21,7 +21,7 @@ from trial_core.deepspeed.reshard.saved_state import MODEL_STATES
 from trial_core.deepspeed.validated_weights import read_validated
 from trial_core.errors import CheckpointError, TrialError
 from trial_core.rank.state_files.frozen_files import frozen_names
-from trial_core.rank.state_files.imported_weights import imported_weights
+from trial_core.rank.state_files.read_imported_weights import imported_weights
 
 _logger = logging.getLogger(__name__)
 

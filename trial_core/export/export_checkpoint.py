@@ -223,7 +223,7 @@ def export_in_process(config: ExperimentConfig, uuid: str, to: Path, **options: 
     """Export a checkpoint of the experiment's storage in another process, with `force`. `options`
     are fields of `ExportRequest`. Raises as `export_checkpoint`, or CheckpointError if the process
     was killed."""
-    from trial_core.processes.machine.callback_process import call_function
+    from trial_core.processes.machine.function_process import call_function
 
     with tempfile.TemporaryDirectory(prefix="trialflow-export-") as folder:
         answer, log = Path(folder) / "answer.json", Path(folder) / "log"
@@ -297,7 +297,7 @@ def _convert(folder: Path, request: ExportRequest, target: Path) -> Exported:
                 f"{_not_held(missing)}, so there is no whole model; write the adapter alone "
                 "with --format adapter, or what was trained with --to model.safetensors"
             )
-        from trial_core.checkpoint.weights.hf_folder import write_adapter, write_model
+        from trial_core.checkpoint.weights.write_hf_folder import write_adapter, write_model
 
         target.mkdir()
         if request.format == "adapter":

@@ -23,8 +23,8 @@ from jinja2 import StrictUndefined, TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trial_core.config.error_text import Problem, format_path, format_value
-from trial_core.config.parsing import override
 from trial_core.config.values import to_plain_data
+from trial_core.config.yaml_file import override
 from trial_core.errors import ConfigError
 
 _TEMPLATE_MARKS = ("{{", "{%", "{#")

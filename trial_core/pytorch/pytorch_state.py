@@ -52,9 +52,9 @@ from trial_core.rank.state_files.frozen_files import (
     frozen_path,
     without_frozen,
 )
-from trial_core.rank.state_files.imported_weights import imported_weights
 from trial_core.rank.state_files.optimizer_load import optimizers_loaded_in_place
 from trial_core.rank.state_files.parameter_order import parameter_names, saved_places
+from trial_core.rank.state_files.read_imported_weights import imported_weights
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.safe_save import readable
 from trial_core.rank.state_files.tensor_files import write_tensors

@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 import deepspeed
 import torch.distributed as dist
 
-from trial_core.config.parsing import merged
 from trial_core.config.script import script_config
+from trial_core.config.yaml_file import merged
 from trial_core.deepspeed.context import DeepSpeedTrialContext
 from trial_core.deepspeed.mpu import forget_model_parallelism
 from trial_core.deepspeed.op_builds import prepare_op_builds

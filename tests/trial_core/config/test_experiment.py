@@ -14,8 +14,8 @@ from hypothesis import given, strategies as st
 from tests.support.strategies import plain_data
 from trial_core.config import ExperimentConfig, OptimizationsConfig, load_config
 from trial_core.config.error_text import ExperimentWarning
-from trial_core.config.parsing import parse_yaml
 from trial_core.config.sections import CheckpointingConfig
+from trial_core.config.yaml_file import parse_yaml
 from trial_core.errors import ConfigError
 from trial_core.schedule.sequencer import Schedule
 from trial_core.schedule.units import Batch, Epoch

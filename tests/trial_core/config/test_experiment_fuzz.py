@@ -26,8 +26,8 @@ from tests.support.strategies import (
 from tests.trial_core.config.test_determined import FOR_DETERMINED
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config import ExperimentConfig, IgnoredFieldWarning, error_lines, load_config
-from trial_core.config.parsing import override, parse_yaml
 from trial_core.config.script import script_config
+from trial_core.config.yaml_file import override, parse_yaml
 from trial_core.errors import ConfigError, TrialflowError
 from trial_core.models.data_templates import parse_data
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trial_core.checkpoint.weights.hf_folder import write_model
 from trial_core.checkpoint.weights.model_files import HFFacts, read_facts
 from trial_core.checkpoint.weights.weights import SavedWeight
+from trial_core.checkpoint.weights.write_hf_folder import write_model
 from trial_core.errors import CheckpointError
 
 FACTS = HFFacts(tied=["decoder.weight", "decoder.bias"])

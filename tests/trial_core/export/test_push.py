@@ -19,7 +19,7 @@ pytest.importorskip("huggingface_hub")
 PUSH = """
 import os, sys
 from pathlib import Path
-from trial_core.checkpoint.weights.hf_folder import push
+from trial_core.checkpoint.weights.write_hf_folder import push
 print(push(Path(sys.argv[1]), "someone/model", "Checkpoint 1", "own.json"))
 os.environ["HF_TOKEN"] = "hf_bad"
 push(Path(sys.argv[1]), "someone/model", "Checkpoint 2", "own.json")

@@ -1,8 +1,8 @@
 """Pruning: plan which checkpoints to delete, show the plan, carry it out.
 
-`policy` decides. This module collects its input, and deletes. Between plan and deletion a person
-may pin a checkpoint, or a run may start from it. So before each deletion the pruner writes a marker
-and looks again: see `deletion_markers`.
+`checkpoint.retention_policy` decides. This module collects its input, and deletes. Between plan and
+deletion a person may pin a checkpoint, or a run may start from it. So before each deletion the
+pruner writes a marker and looks again: see `deletion_markers`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The files are copied as they are, under names that tell their kind; no file is unpickled here.
 DeepSpeed's own files become files of engine 0, so that ranks restore them as any checkpoint. Files
-with weights alone lie in `layout.IMPORTED`; `rank.state_files.imported_weights` reads them.
+with weights alone lie in `layout.IMPORTED`; `rank.state_files.read_imported_weights` reads them.
 """
 
 from __future__ import annotations

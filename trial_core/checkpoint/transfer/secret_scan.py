@@ -12,7 +12,7 @@ from typing import Any
 import pathspec
 
 from trial_core.checkpoint.storage.credentials import secrets_in
-from trial_core.config.parsing import parse_yaml
+from trial_core.config.yaml_file import parse_yaml
 from trial_core.errors import ConfigError
 
 _NAMES = pathspec.GitIgnoreSpec.from_lines(

@@ -12,7 +12,7 @@ from typing import Any
 from trial_core.config.sections import StageConfig
 from trial_core.driver.run import Launch
 from trial_core.driver.stages.declared_stage import OwnStageFailed, parallel_stage
-from trial_core.processes.machine.callback_process import call_function, log_lines
+from trial_core.processes.machine.function_process import call_function, log_lines
 
 POLL_SECONDS = 0.2
 

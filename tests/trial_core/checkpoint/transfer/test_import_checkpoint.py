@@ -41,7 +41,7 @@ from trial_core.errors import (
     CheckpointNotFound,
 )
 from trial_core.processes.slots.slot_group import SlotGroup
-from trial_core.rank.state_files.imported_weights import imported_weights
+from trial_core.rank.state_files.read_imported_weights import imported_weights
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.schedule.sequencer import Progress
 

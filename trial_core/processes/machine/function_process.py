@@ -61,7 +61,7 @@ def call_function(
         with log.open("wb") as output:
             child = Child(
                 [
-                    "-m", "trial_core.processes.machine.callback_process",
+                    "-m", "trial_core.processes.machine.function_process",
                     function, str(write_end), *([] if result is None else [str(result)]),
                 ],
                 _environment(environment or {}), folder=code, log=output, descriptors=[write_end],

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trial_core.config.parsing import MAX_CHARACTERS, MAX_VALUES, merged, parse_yaml, read_mapping
+from trial_core.config.yaml_file import MAX_CHARACTERS, MAX_VALUES, merged, parse_yaml, read_mapping
 from trial_core.errors import ConfigError
 
 

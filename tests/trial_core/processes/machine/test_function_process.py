@@ -14,7 +14,7 @@ import pytest
 from tests.support.prefect import ROOT
 from tests.support.processes import alive, wait_until_gone
 from tests.support.waiting import until
-from trial_core.processes.machine.callback_process import call_function
+from trial_core.processes.machine.function_process import call_function
 
 HOOKS = """
 import asyncio, json, os, pathlib, subprocess, sys, time
@@ -143,7 +143,7 @@ def test_the_process_dies_with_its_caller(code: Path) -> None:
     """Also when the caller is killed by SIGKILL, and with all its children."""
     program = (
         "from pathlib import Path\n"
-        "from trial_core.processes.machine.callback_process import call_function\n"
+        "from trial_core.processes.machine.function_process import call_function\n"
         "call_function('hooks:hanging', {}, code=Path('.').absolute(), log=Path('log').absolute())"
     )
     caller = subprocess.Popen(
