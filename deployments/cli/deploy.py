@@ -145,9 +145,16 @@ def deploy(
         # Also without a GPU limit: concurrency limits of deployments have leases too.
         if problem := lease_problem(client):
             console.warning(problem)
-    if not dry_run and not json_:
+        waits_for_worker = not (dry_run or json_) and _has_no_worker(client, pool)
+    if waits_for_worker:
         worker = "trialflow worker" if pool_type == "process" else "prefect worker start"
         print(f"\nstart a worker on the machine that trains: {worker} --pool {pool}")
+
+
+def _has_no_worker(client: SyncPrefectClient, pool: str) -> bool:
+    from prefect.client.schemas.objects import WorkPoolStatus
+
+    return client.read_work_pool(pool).status is WorkPoolStatus.NOT_READY
 
 
 def resolve_pool(

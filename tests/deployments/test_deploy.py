@@ -324,8 +324,8 @@ def test_leases_in_memory_are_a_warning(client: SyncPrefectClient) -> None:
 def test_the_commands_output(
     client: SyncPrefectClient, prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    """One line per resource, then the next step, and the warning of leases in memory. The present
-    folder becomes the working folder."""
+    """One line per resource, then the next step, unless the pool has a worker, and the warning of
+    leases in memory. The present folder becomes the working folder."""
     variables = prefect_server.environment
     done = trialflow(tmp_path, "deploy", "--pool", POOL, "--gpus", "4", variables=variables)
     assert done.returncode == 0, done.stderr
@@ -333,6 +333,10 @@ def test_the_commands_output(
     assert done.stdout.endswith(f"trialflow worker --pool {POOL}\n")
     assert done.stderr.count("PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE") == 1
     assert str(tmp_path) in str(client.read_deployment_by_name("train/train").pull_steps)
+    client.send_worker_heartbeat(POOL, "a worker")
+    again = trialflow(tmp_path, "deploy", "--pool", POOL, "--gpus", "4", variables=variables)
+    assert again.returncode == 0, again.stderr
+    assert "start a worker" not in again.stdout
 
 
 def test_an_experiment_is_run_on_a_schedule(
