@@ -28,6 +28,8 @@ from trialflow.tasks.client_retries import client_retries
 RETRY_SECONDS = 1.0
 # How long the last reports of a flow may take if the server goes away once more.
 LAST_REPORTS_SECONDS = 60.0
+# So many logins, one a second, are lost before a warning.
+LOST_LOGINS = 60
 # The server is busy, or asks for patience: no fault of the request.
 _TRY_AGAIN = (httpx.codes.REQUEST_TIMEOUT, httpx.codes.TOO_MANY_REQUESTS)
 
@@ -82,6 +84,7 @@ class ServerOutage:
 
 
 _prefects_login = clients.PrefectEventsClient._auth_handshake
+_lost_logins = 0
 _installing = threading.Lock()
 _waiting: list[ServerOutage] = []
 """The outages of the blocks that this process is in; flows may be nested, or run in threads."""
@@ -115,6 +118,7 @@ def _install() -> None:
     if InvalidHandshake not in clients.RETRYABLE_EXCEPTIONS:
         # The error if a proxy answers in place of the server, or if the server is ending.
         clients.RETRYABLE_EXCEPTIONS = (*clients.RETRYABLE_EXCEPTIONS, InvalidHandshake)
+    if clients.PrefectEventsClient._auth_handshake is not _log_in:
         clients.PrefectEventsClient._auth_handshake = _log_in  # type: ignore[method-assign, assignment]
     # A subclass would not do: Prefect sends nothing by unknown clients.
     EventsWorker.set_client_override(
@@ -129,16 +133,22 @@ async def _log_in(client: clients.PrefectEventsClient) -> None:
     """Prefect's login, but a connection that is lost meanwhile is tried again.
 
     Prefect takes it for a refused login, which violates the server's policy, and gives up all
-    events that wait for the connection.
+    events that wait for the connection. If no login succeeds, as behind a proxy that closes
+    websockets, its warning tells what is lost.
     """
+    global _lost_logins
     try:
         await _prefects_login(client)
+        _lost_logins = 0
     except Exception as error:
         lost = error.__cause__
         if not isinstance(lost, ConnectionClosedError):
             raise
         if lost.rcvd is not None and lost.rcvd.code == CloseCode.POLICY_VIOLATION:
             raise
+        _lost_logins += 1
+        if _lost_logins == LOST_LOGINS:
+            client._log_connection_error(lost)
         raise lost from None
 
 

@@ -67,8 +67,9 @@ class EngineOptimizer(OptimizerPart):
         self._is_flat_if_fused = is_copied and not engine.zero_optimization()
 
     def continues(self, type_then: str) -> bool:
-        # In 16 bits without ZeRO, DeepSpeed flattens the weights of its fused classes alone.
-        if self._is_flat_if_fused and ("Fused" in self.type) != ("Fused" in type_then):
+        # In 16 bits without ZeRO, DeepSpeed flattens the weights of FusedAdam, and of no other.
+        flat = "FusedAdam"
+        if self._is_flat_if_fused and (self.type == flat) != (type_then == flat):
             return False
         return _family(self.type) == _family(type_then)
 

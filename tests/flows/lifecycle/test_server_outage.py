@@ -118,6 +118,7 @@ def test_a_connection_that_is_lost_while_it_logs_in(
 
     async def recv_nothing(connection: ClientConnection) -> Any:
         if not is_lost.is_set():
+            await recv(connection)  # the answer, which is lost
             wire.cut()
             await asyncio.to_thread(has_trained.wait, TIMEOUT_SECONDS)
             is_lost.set()
@@ -137,7 +138,11 @@ def test_a_connection_that_is_lost_while_it_logs_in(
 
 
 def test_a_login_that_is_refused_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server closes for its policy then; with another code when it restarts."""
+    """The server closes for its policy then; with another code when it restarts. One that always
+    closes, or a proxy, is told of once."""
+    monkeypatch.setattr(server_outage, "_lost_logins", 0)
+    warnings: list[Any] = []
+    client: Any = SimpleNamespace(_log_connection_error=warnings.append)
 
     def outcome(code: CloseCode) -> BaseException:
         async def closed(client: Any) -> None:
@@ -145,11 +150,15 @@ def test_a_login_that_is_refused_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(server_outage, "_prefects_login", closed)
         with pytest.raises((RuntimeError, ConnectionClosedError)) as raised:
-            asyncio.run(server_outage._log_in(SimpleNamespace()))  # type: ignore[arg-type]
+            asyncio.run(server_outage._log_in(client))
         return raised.value
 
     assert isinstance(outcome(CloseCode.POLICY_VIOLATION), RuntimeError)
     assert isinstance(outcome(CloseCode.SERVICE_RESTART), ConnectionClosedError)
+    assert not warnings
+    for _ in range(2 * server_outage.LOST_LOGINS):
+        outcome(CloseCode.SERVICE_RESTART)
+    assert len(warnings) == 1
 
 
 @pytest.mark.long

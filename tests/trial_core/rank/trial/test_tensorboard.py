@@ -57,7 +57,7 @@ def test_a_tensorboard_that_cannot_be_imported(
         for batches in (2, 4):
             tensorboard.report("training", batches, {"loss": 0.5})
     (warning,) = caplog.messages
-    assert warning.startswith("reported metrics are not written for TensorBoard, because ")
+    assert warning.startswith("reported metrics are not written for TensorBoard: import")
     assert "torch.utils.tensorboard" in warning
 
 
@@ -102,22 +102,24 @@ def test_short_workloads_do_not_wait_for_the_event_file(
 def test_a_disk_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Metrics that cannot be written end no run: one warning says so."""
+    """What cannot be written ends no run: one warning says so. The trial may use the writer."""
     # TensorBoard's thread ends with the error, which the next call raises.
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    monkeypatch.setattr("trial_core.rank.trial.tensorboard.FLUSH_SECONDS", 1e6)
     threads = {*threading.enumerate()}
     tensorboard = TensorBoard(tmp_path)
     tensorboard.set_automatic(True)
-    tensorboard.flush()
+    tensorboard.report("training", 1, {"loss": 0.5})
     (events,) = tmp_path.glob("events.*")  # TensorBoard opens it for each write
     events.unlink()
     events.symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):
-        for batches in (2, 4, 6):
-            tensorboard.report("validation", batches, {"loss": 0.5})
-        tensorboard.flush()
+        tensorboard.report("training", 2, {"loss": 0.5})
+        for thread in {*threading.enumerate()} - threads:
+            thread.join(60)
+        tensorboard.report("training", 4, {"loss": 0.5})
+        tensorboard.writer().add_scalar("mine", 0.5, 4)
+        tensorboard.report("validation", 6, {"loss": 0.5})
         tensorboard.finish()
-    for thread in {*threading.enumerate()} - threads:
-        thread.join(60)
     (warning,) = caplog.messages
     assert warning.startswith("files for TensorBoard cannot be written: [Errno 28] No space left")
