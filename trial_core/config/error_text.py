@@ -1,6 +1,7 @@
 """Messages of validation errors: the path, the expected and the actual value.
 
-An error carries only its message, never the value: values may be secrets.
+An error carries only its message, never the value: values may be secrets. What is not YAML at all
+is told by `yaml_file`.
 """
 
 from __future__ import annotations

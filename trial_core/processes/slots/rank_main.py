@@ -1,4 +1,4 @@
-"""A slot's process: forked by a fork server, or started as a module with ``python -m``.
+"""A slot's process: forked by `fork_and_reap_ranks`, or started as a module with ``python -m``.
 
 The main thread is the compute lane: one workload at a time, collectives allowed. A background
 thread is the I/O lane: no collectives. A rank that loses its driver ends. The fork server kills its

@@ -1,4 +1,5 @@
-"""The host of a Core API script. Its driver commits checkpoints, keeps metrics and sends stops."""
+"""The host of a Core API script. Its driver commits checkpoints, keeps metrics and sends stops:
+see `driver.follow_script`."""
 
 from __future__ import annotations
 
