@@ -20,6 +20,7 @@ from deepspeed.runtime.pipe import p2p
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+from deepspeed.utils import nvtx
 
 from trial_core.checkpoint.manifest import FileEntry, Topology
 from trial_core.checkpoint.resume_point import Restore
@@ -351,6 +352,9 @@ class DeepSpeedTrialAdapter(TrialAdapter):
             if isinstance(engine, PipelineEngine):
                 _forget_pipeline(engine)
         _forget_zero_3_models()
+        # `engine.compile` switches it off in the whole process. Without it, torch cannot trace
+        # DeepSpeed's hooks of some other engines, such as one of a compiled model with ZeRO 3.
+        nvtx.enable_nvtx = True
 
 
 class _SeparatePasses:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -17,6 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from msgspec.structs import replace
 
 from trial_core import messages
@@ -158,6 +160,9 @@ class Controller:
             self._attached.adapter.destroy()
             self._attached = self._rng = None
             gc.collect()  # modules, hooks and engines refer to each other
+            if "torch._dynamo" in sys.modules:
+                # In one process, torch compiles a function a few times, and then no more.
+                torch.compiler.reset()
 
     # ------------------------------------------------------------------------ the workloads
 

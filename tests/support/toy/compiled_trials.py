@@ -117,6 +117,15 @@ class Compiled(PyTorchTrial):
         return DataLoader(samples(8), batch_size=2)
 
 
+class CompiledOnce(Compiled):
+    """Raises if torch is to compile its training a second time."""
+
+    def train_batch(self, batch: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
+        limit: Any = torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+        with limit:
+            return super().train_batch(batch, epoch_idx, batch_idx)
+
+
 class CompiledEngine(SeveralEngines):
     """The same model in an engine. Hyperparameter: `ds_config`."""
 

@@ -97,3 +97,32 @@ def _assert_resume_each_other(
         assert differing(expected, state(rest)) == []
         files = [each for each in stored(half).rglob("*") if each.is_file()]
         assert [each for each in files if b"_orig_mod" in each.read_bytes()] == []
+
+
+def test_a_model_is_compiled_as_on_ranks_that_have_compiled_nothing(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """torch stops compiling a function after some times. An earlier trial's do not count."""
+    for batch in (2, 4, 8):
+        config = toy_config(
+            tmp_path, 2, entrypoint="compiled_trials:CompiledOnce", resources={"slots_per_trial": 1},
+            hyperparameters={"compiled": "before", "global_batch_size": batch},
+        )  # fmt: skip
+        drive(warm_slots(1), config, tmp_path / str(batch))
+
+
+@LONG
+def test_an_engine_is_compiled_as_on_ranks_that_have_compiled_nothing(
+    warm_slots: Warm, tmp_path: Path
+) -> None:
+    """`engine.compile()` of an earlier trial changes what torch can trace."""
+    earlier = {"backend": "eager", "truth": str(tmp_path)}
+    for entrypoint, stage, hparams in [
+        ("feature_trials:Compiled", 2, earlier),
+        ("compiled_trials:CompiledEngine", 3, {"compiled": "before"}),
+    ]:
+        config = toy_config(
+            tmp_path, 2, entrypoint=entrypoint, resources={"slots_per_trial": 2},
+            hyperparameters={"ds_config": {"zero_optimization": {"stage": stage}}, **hparams},
+        )  # fmt: skip
+        drive(warm_slots(2), config, tmp_path / str(stage))
