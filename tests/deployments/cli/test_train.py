@@ -44,7 +44,7 @@ from trialflow.flows.train import TrialResult
 
 pytestmark = [pytest.mark.slots, pytest.mark.server]
 
-LIMIT_SECONDS = 180.0
+LIMIT_SECONDS = 600.0
 NOTES_FORK_SERVERS = """
 import os, sys
 if any("fork_and_reap_ranks" in word for word in sys.orig_argv):
