@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from trial_core.checkpoint.resume_point import Restore
 from trial_core.common.text_format import plural
@@ -44,6 +45,7 @@ from trial_core.rank.state_files.built_settings import (
 )
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.safe_load import Reader
+from trial_core.rank.state_files.tensor_files import copy_by_threads
 from trial_core.rank.trial.optimizer_modes import with_modes
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
@@ -265,13 +267,14 @@ class Snapshots:
         # Not created before training: only then is known how much memory it leaves free.
         if self._memory is None:
             drop_kept()  # of earlier ranks: all ranks here have restored it
+            copy = copy_by_threads if torch.get_num_threads() > 1 else None
             if (gib := self._settings.memory_gib_per_rank) is not None:
-                self._memory = MemoryFiles(int(gib * GIB))
+                self._memory = MemoryFiles(int(gib * GIB), copy=copy)
             else:
                 # Measured once, before any rank writes. The ranks share the memory above it: rank 0
                 # usually needs more, because it saves the model.
                 reserve = int(self._distributed.broadcast_local(free_bytes() // 2))
-                self._memory = MemoryFiles(None, reserve)
+                self._memory = MemoryFiles(None, reserve, copy)
         return self._memory
 
 

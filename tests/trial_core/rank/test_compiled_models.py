@@ -105,7 +105,8 @@ def test_a_model_is_compiled_as_on_ranks_that_have_compiled_nothing(
     """torch stops compiling a function after some times. An earlier trial's do not count."""
     for batch in (2, 4, 8):
         config = toy_config(
-            tmp_path, 2, entrypoint="compiled_trials:CompiledOnce", resources={"slots_per_trial": 1},
+            tmp_path, 2, entrypoint="compiled_trials:CompiledOnce",
+            resources={"slots_per_trial": 1},
             hyperparameters={"compiled": "before", "global_batch_size": batch},
         )  # fmt: skip
         drive(warm_slots(1), config, tmp_path / str(batch))

@@ -27,6 +27,9 @@ GIB = 2**30
 GROWTH_BYTES = 64 * 2**20
 """How much longer than needed a growing file is made; unwritten bytes take no memory."""
 
+_SHORT_BYTES = 2**20
+"""What is shorter is copied by one thread."""
+
 _MEMORY_FILE_PATH = re.compile(r"/proc/\d+/fd/\d+")
 CGROUPS = Path("/sys/fs/cgroup")
 VMSTAT = Path("/proc/vmstat")
@@ -42,6 +45,10 @@ _CGROUP_VERSIONS = (
 """For cgroups 2 and 1: the files of limit, usage and statistics, and the sums' prefix there."""
 
 
+Copy = Callable[[memoryview, memoryview], None]
+"""Copies the bytes of the first one into the second one, which is as long."""
+
+
 class MemoryFiles:
     """A rank's memory files, by their paths in the staging folder.
 
@@ -49,11 +56,15 @@ class MemoryFiles:
         limit_bytes: the most memory of all files together; a file that does not fit is written to
             disk. 0 writes all files to disk. None: see `reserve_bytes`.
         reserve_bytes: without a limit, the memory of the machine that stays free.
+        copy: copies into them by several threads, where there are some.
     """
 
-    def __init__(self, limit_bytes: int | None, reserve_bytes: int = 0) -> None:
+    def __init__(
+        self, limit_bytes: int | None, reserve_bytes: int = 0, copy: Copy | None = None
+    ) -> None:
         self._limit_bytes = limit_bytes if hasattr(os, "memfd_create") else 0
         self._reserve_bytes = reserve_bytes
+        self._copy = copy
         self._granted_bytes = 0
         self._files: dict[str, MemoryFile] = {}
         self._written: set[str] = set()
@@ -98,7 +109,7 @@ class MemoryFiles:
         # Not setdefault: it would open another file each time.
         memory_file = self._files.get(name)
         if memory_file is None:
-            memory_file = self._files[name] = MemoryFile(name, self._has_room)
+            memory_file = self._files[name] = MemoryFile(name, self._has_room, self._copy)
         memory_file.begin()
         with SpillingFile(memory_file, on_disk) as spilling:
             write(spilling)  # type: ignore[arg-type]  # as much of a file as torch.save needs
@@ -189,8 +200,11 @@ class SpillingFile(AbstractContextManager["SpillingFile"]):
 class MemoryFile:
     """An append-only file in memory; `has_room` says if so many more bytes may be allocated."""
 
-    def __init__(self, name: str, has_room: Callable[[int], bool]) -> None:
+    def __init__(
+        self, name: str, has_room: Callable[[int], bool], copy: Copy | None = None
+    ) -> None:
         self._has_room = has_room
+        self._copy = copy
         self._fd = os.memfd_create(f"trialflow {name}"[:200], os.MFD_CLOEXEC)
         self._capacity_bytes = GROWTH_BYTES
         os.ftruncate(self._fd, self._capacity_bytes)
@@ -213,7 +227,10 @@ class MemoryFile:
         """Append; without room, return False and write nothing."""
         if (start := self.skip(view.nbytes)) is None:
             return False
-        self._map[start : self.size_bytes] = view
+        if self._copy is None or view.nbytes < _SHORT_BYTES or view.readonly:
+            self._map[start : self.size_bytes] = view
+        else:
+            self.fill(start, view.nbytes, partial(self._copy, view))
         return True
 
     def reserve(self, size_bytes: int) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,13 @@ import torch
 
 from tests.support.fake_accelerator import FakeAccelerator, Memory, fake_accelerator
 from trial_core.errors import CheckpointError
+from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives import accelerator
-from trial_core.rank.state_files.tensor_files import _FilledFile, write_tensors
+from trial_core.rank.state_files.tensor_files import (
+    _FilledFile,
+    copy_by_threads,
+    write_tensors,
+)
 
 BUFFER_BYTES = 64
 
@@ -77,6 +84,25 @@ def test_another_layout_than_torchs_is_refused() -> None:
             match=f"left room for 8 bytes of .*next one has {found_bytes};",
         ):
             file.seek(8, 1)
+
+
+def test_several_threads_copy_into_a_memory_file(tmp_path: Path) -> None:
+    """Byte for byte, of tensors that are no multiple of a page; again into the same memory."""
+    lengths: list[int] = []
+
+    def copy(data: memoryview, room: memoryview) -> None:
+        lengths.append(data.nbytes)
+        copy_by_threads(data, room)
+
+    memory = MemoryFiles(2**26, copy=copy)
+    for number in range(2):
+        content = [torch.randint(256, (size,), dtype=torch.uint8) for size in (3, 2**22 + 7, 2**21)]
+        memory.begin()
+        memory.write(tmp_path, "shard.pt", partial(write_tensors, content))
+        memory.end()
+        assert (tmp_path / "shard.pt").read_bytes() == as_torch_saves(content)
+        assert len(lengths) == 2 * (number + 1)
+    memory.close()
 
 
 @pytest.mark.usefixtures("fake")
