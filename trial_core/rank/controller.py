@@ -159,10 +159,10 @@ class Controller:
         if self._attached is not None:
             self._attached.adapter.destroy()
             self._attached = self._rng = None
-            gc.collect()  # modules, hooks and engines refer to each other
-            if "torch._dynamo" in sys.modules:
+            if _has_compiled():
                 # In one process, torch compiles a function a few times, and then no more.
                 torch.compiler.reset()
+            gc.collect()  # modules, hooks and engines refer to each other
 
     # ------------------------------------------------------------------------ the workloads
 
@@ -489,3 +489,8 @@ def library_versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
     return versions
+
+
+def _has_compiled() -> bool:
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and dynamo.counters["frames"]["total"] > 0

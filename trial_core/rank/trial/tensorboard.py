@@ -9,7 +9,8 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class TensorBoard:
         self._folder = folder
         self._uses_folder = False
         self._logs_metrics = False
+        self._has_failed = False
         self._writer: Any = None
         self._profiler: Any = None
         self._is_profiling = False
@@ -96,7 +98,7 @@ class TensorBoard:
                 ) from error
             self._writer = SummaryWriter(str(self.folder()))
             events = self._writer.file_writer
-            events.event_writer = _EventFile(events.event_writer)
+            events.event_writer = _EventFile(events.event_writer, self._failure_is_a_warning)
             self._logs_metrics = True
         return self._writer
 
@@ -111,18 +113,22 @@ class TensorBoard:
         self._logs_metrics = self._logs_metrics or find_spec("tensorboard") is not None
 
     def report(self, kind: MetricsKind, batches: int, metrics: Mapping[str, Any]) -> None:
-        """Write the reported metrics that are numbers, on rank 0, under Determined's tags."""
-        if self.automatic and self._logs_metrics and self.rank == 0:
+        """Write the reported metrics that are numbers, on rank 0, under Determined's tags.
+
+        Files that cannot be written, as on a full disk, are a warning, once; training continues.
+        """
+        if self.automatic and self._logs_metrics and self.rank == 0 and not self._has_failed:
             numbers = {
                 name: value
                 for name, value in metrics.items()
                 if isinstance(value, (int, float)) and not isinstance(value, bool)
             }
-            if numbers and self._has_metrics_writer():
-                for name, value in numbers.items():
-                    is_validation = kind == "validation" and not name.startswith("val")
-                    tag = f"Determined/{'val_' if is_validation else ''}{name}"
-                    self.writer().add_scalar(tag, value, batches)
+            with self._failure_is_a_warning():
+                if numbers and self._has_metrics_writer():
+                    for name, value in numbers.items():
+                        is_validation = kind == "validation" and not name.startswith("val")
+                        tag = f"Determined/{'val_' if is_validation else ''}{name}"
+                        self.writer().add_scalar(tag, value, batches)
         # Waits for the writer's thread, and so do all ranks. An upload of the files flushes them.
         if kind == "validation" or time.monotonic() >= self._next_flush:
             self._next_flush = time.monotonic() + FLUSH_SECONDS
@@ -132,17 +138,32 @@ class TensorBoard:
         """Make the writer. It has been made before, unless metrics are only written by default."""
         try:
             self.writer()
-        except (TrialError, OSError) as error:
+        except TrialError as error:
             self._logs_metrics = False
             logger.warning(
-                "reported metrics are not written for TensorBoard: %s", error.__cause__ or error
-            )
+                "reported metrics are not written for TensorBoard, because it cannot be imported: "
+                "%s", error.__cause__,
+            )  # fmt: skip
         return self._logs_metrics
 
     def flush(self) -> None:
-        """Flush the event files. Any thread may call this."""
-        if self._writer is not None:
-            self._writer.flush()
+        """Flush the event files; see `report` for a failure. Any thread may call this."""
+        if self._writer is not None and not self._has_failed:
+            with self._failure_is_a_warning():
+                self._writer.flush()
+
+    @contextmanager
+    def _failure_is_a_warning(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if self._has_failed:
+                return
+            self._has_failed = True
+            logger.warning(
+                "files for TensorBoard cannot be written: %s. Training continues; neither reported "
+                "metrics nor what the trial writes are in them from now on", error,
+            )  # fmt: skip
 
     def set_profiler(self, *args: Any, **kwargs: Any) -> None:
         """See `TrialContext.set_profiler`."""
@@ -186,37 +207,30 @@ class TensorBoard:
             self._profiler.stop()
             self._profiler = None
         if self._writer is not None:
-            self._writer.close()
+            with self._failure_is_a_warning():
+                self._writer.close()
 
 
 class _EventFile:
-    """TensorBoard's file of events. If it cannot be written, as on a full disk, a warning says so,
-    once, and what follows is left out: training continues."""
+    """TensorBoard's file of events, whose failures `guard` takes: also those of the trial's own
+    calls of the writer."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file: Any, guard: Callable[[], AbstractContextManager[None]]) -> None:
         self._file = file
-        self._has_failed = False
+        self._guard = guard
         self.get_logdir = file.get_logdir
 
     def add_event(self, event: Any) -> None:
-        self._attempt(lambda: self._file.add_event(event))
+        with self._guard():
+            self._file.add_event(event)
 
     def flush(self) -> None:
-        self._attempt(self._file.flush)
+        with self._guard():
+            self._file.flush()
 
     def close(self) -> None:
-        self._attempt(self._file.close)
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        try:
-            if not self._has_failed:
-                work()
-        except OSError as error:
-            self._has_failed = True
-            logger.warning(
-                "files for TensorBoard cannot be written: %s. Training continues, and writes "
-                "nothing more there, neither reported metrics nor what the trial writes", error,
-            )  # fmt: skip
+        with self._guard():
+            self._file.close()
 
 
 def _schedule(first: int, last: int, batches_trained: Callable[[], int]) -> Callable[[int], Any]:

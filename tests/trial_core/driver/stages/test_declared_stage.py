@@ -23,7 +23,7 @@ class Display(RunStatus, Observer):
 def test_a_failed_stage_does_not_stay_in_view(tmp_path: Path, error: type[TrialflowError]) -> None:
     """A script goes on after a refused upload, a run after the fetch of a deleted checkpoint."""
 
-    @stage("checkpoint-upload", "@{at}")
+    @stage("checkpoint-upload", "@{at}", bucket=None)
     def fails(launch: Launch, at: int) -> None:
         raise error("for a test")
 

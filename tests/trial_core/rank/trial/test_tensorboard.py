@@ -57,7 +57,7 @@ def test_a_tensorboard_that_cannot_be_imported(
         for batches in (2, 4):
             tensorboard.report("training", batches, {"loss": 0.5})
     (warning,) = caplog.messages
-    assert warning.startswith("reported metrics are not written for TensorBoard: import")
+    assert warning.startswith("reported metrics are not written for TensorBoard, because ")
     assert "torch.utils.tensorboard" in warning
 
 
@@ -119,6 +119,7 @@ def test_a_disk_that_is_full(
             thread.join(60)
         tensorboard.report("training", 4, {"loss": 0.5})
         tensorboard.writer().add_scalar("mine", 0.5, 4)
+        tensorboard.writer().flush()
         tensorboard.report("validation", 6, {"loss": 0.5})
         tensorboard.finish()
     (warning,) = caplog.messages
