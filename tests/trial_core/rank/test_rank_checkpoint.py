@@ -19,7 +19,7 @@ from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.sections import CheckpointingConfig
 from trial_core.errors import CheckpointError, StorageError
 from trial_core.messages import PersistCheckpoint, Persisted, SaveCheckpoint, Saved
-from trial_core.processes.machine.memory_files import GIB, MemoryFiles, is_memory_file
+from trial_core.processes.machine.memory_files import GIB, Copy, MemoryFiles, is_memory_file
 from trial_core.processes.slots.slot_group import SlotGroup
 from trial_core.rank import rank_checkpoint
 from trial_core.rank.checkpoint_files import CheckpointFiles
@@ -30,7 +30,7 @@ from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.late_copies import collecting, finish_copies
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.settings_parts import OptimizerPart, SchedulePart
-from trial_core.rank.state_files.tensor_files import write_tensors
+from trial_core.rank.state_files.tensor_files import copy_by_threads, write_tensors
 from trial_core.rank.trial.context import RunInfo
 
 Warm = Callable[[int], SlotGroup]
@@ -110,18 +110,23 @@ def test_only_the_newest_checkpoint_is_kept_on_disk(warm_slots: Warm, tmp_path: 
 def test_the_ranks_of_a_machine_leave_the_same_memory_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of what its first rank has measured: a later rank would see less. A limit needs none."""
-    reserves: list[tuple[int | None, int]] = []
+    """Half of what its first rank has measured: a later rank would see less. A limit needs none.
+    A rank with several threads copies by all of them."""
+    made: list[tuple[int | None, int, Copy | None]] = []
 
-    def memory_files(limit_bytes: int | None, reserve_bytes: int = 0) -> None:
-        reserves.append((limit_bytes, reserve_bytes))
+    def memory_files(
+        limit_bytes: int | None, reserve_bytes: int = 0, copy: Copy | None = None
+    ) -> None:
+        made.append((limit_bytes, reserve_bytes, copy))
 
     monkeypatch.setattr(rank_checkpoint, "MemoryFiles", memory_files)
     monkeypatch.setattr(rank_checkpoint, "free_bytes", lambda: 1000)
     monkeypatch.setattr(DistributedContext, "broadcast_local", lambda self, measured: measured + 3)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     snapshots(tmp_path, 1, 2)._memory_files()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     snapshots(tmp_path, 1, 2, memory_gib_per_rank=2)._memory_files()
-    assert reserves == [(None, 503), (2 * GIB, 0)]
+    assert made == [(None, 503, None), (2 * GIB, 0, copy_by_threads)]
 
 
 def one_of(rank: int, ranks: int) -> DistributedContext:
