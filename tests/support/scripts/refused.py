@@ -74,6 +74,7 @@ def main() -> None:
             messages.append("not refused")
         except (TrialError, CheckpointUnrestorable) as error:
             messages.append(str(error))
+    RANKS.allgather("tried")  # the store of torch.distributed ends with rank 0
     print(json.dumps(messages), flush=True)
     sys.stderr.flush()
     os._exit(0)  # some engines are half built
