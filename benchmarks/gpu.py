@@ -2,6 +2,8 @@
 
 - loop: a batch through the controller, as `benchmarks.loop` measures it.
 - stall: how long a checkpoint blocks training; compared with `save_checkpoint` to the local disk.
+- pause: how long it pauses training with ``snapshot: lazy``, the wait of the next step included,
+  if a batch takes longer than the copy; compared with ``eager``.
 - restore: from a storage on the local disk, digests verified; compared with `load_checkpoint`.
 - memory: the most device memory that training, saving and restoring take, compared with
   DeepSpeed's, and the pinned host memory.
@@ -54,6 +56,7 @@ STATE_TARGETS = {
     "restore_ratio": 1.5,
     "peak_memory_ratio": 1.02,
     "pinned_gib": 0.5,
+    "pause_ratio": 1 / 5,
 }
 
 
@@ -92,6 +95,37 @@ def state(slots: SlotGroup, state_mib: int, turns: int) -> dict[str, float]:
         "peak_memory_mib": max(seen["peak_bytes"]) / MIB,
         "peak_memory_ratio": max(seen["peak_bytes"]) / max(seen["bare_peak_bytes"]),
         "pinned_gib": max(seen["pinned_bytes"]) / GIB,
+    }
+
+
+def pause(slots: SlotGroup, state_mib: int, turns: int, samples: int) -> dict[str, float]:
+    """Train and save in turns, with batches of so many samples, and with either kind of copy."""
+    layers = max(1, state_mib * MIB // BYTES_PER_LAYER)
+    hyperparameters = {"layers": layers, "batch_size": samples, "batches": 0, "folder": ""}
+    paused: dict[str, list[float]] = {"eager": [], "lazy": []}
+    batch: list[float] = []
+    for snapshot, pauses in paused.items():
+        settings = {"snapshot": snapshot, "verify_first": False}
+        with built(
+            slots, "benchmarks.gpu_trial:StateTrial", hyperparameters, checkpointing=settings
+        ):
+            slots.request(TrainBatches(until=1), Trained)
+            for until in range(2, 4 + turns):
+                checkpoint, began = str(uuid.uuid4()), time.perf_counter()
+                slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
+                saved = time.perf_counter() - began
+                trained = slots.request(TrainBatches(until=until), Trained)
+                slots.submit(PersistCheckpoint(uuid=checkpoint)).result()
+                slots.request(ReleaseStaging(uuid=checkpoint), Done)
+                if until > 3:  # before, lazy ones are copied at once, and compared
+                    pauses.append(saved + max(each.copy_seconds for each in trained))
+                    batch.append(max(each.seconds - each.copy_seconds for each in trained))
+    median = {name: statistics.median(values) for name, values in paused.items()}
+    return {
+        "pause_s": median["lazy"],
+        "pause_eager_s": median["eager"],
+        "pause_ratio": median["lazy"] / median["eager"],
+        "pause_batch_s": statistics.median(batch),
     }
 
 
@@ -139,11 +173,15 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=100, help="batches in a turn of a loop")
     parser.add_argument("--state-mib", type=int, default=4096, help="state of model and optimizer")
     parser.add_argument("--turns", type=int, default=5, help="checkpoints")
+    parser.add_argument(
+        "--samples", type=int, default=16384, help="samples of a batch beside a late copy"
+    )
     parser.add_argument("--on-cpu", action="store_true", help="for testing the benchmark only")
     given = parser.parse_args()
     with launched(ranks_here(given.on_cpu)) as slots:
         figures, targets = loops(slots, given.pairs, given.batches)
         figures |= state(slots, given.state_mib, given.turns)
+        figures |= pause(slots, given.state_mib, given.turns, given.samples)
     conclude(figures, {**targets, **STATE_TARGETS})
 
 

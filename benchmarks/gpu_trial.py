@@ -31,7 +31,8 @@ class StateTrial(DeepSpeedTrial):
     - peak_bytes: the most that was taken since the last validation;
     - pinned_bytes: the most pinned host memory that torch has held so far.
 
-    Hyperparameters: layers, batches (a turn of bare training), folder (for DeepSpeed's checkpoint).
+    Hyperparameters: layers, batches (a turn of bare training), folder (for DeepSpeed's checkpoint),
+    batch_size (by default 1).
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -66,7 +67,10 @@ class StateTrial(DeepSpeedTrial):
         return Reducer.MAX
 
     def build_training_data_loader(self) -> DataLoader:
-        return DataLoader(TensorDataset(torch.ones(256, WIDTH)), batch_size=1)
+        size = self.context.get_hparams().get("batch_size", 1)
+        return DataLoader(
+            TensorDataset(torch.ones(1, WIDTH).expand(256 * size, -1)), batch_size=size
+        )
 
     def build_validation_data_loader(self) -> DataLoader:
         # One micro-batch, so one turn, on every rank.

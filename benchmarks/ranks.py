@@ -117,12 +117,14 @@ def built(
     trial_class: str,
     hyperparameters: dict[str, Any],
     store: CheckpointStore | None = None,
+    **fields: Any,
 ) -> Iterator[None]:
     """Build a trial and its loaders, in place of an earlier trial.
 
     Args:
         trial_class: see `experiment`.
         store: stores its checkpoints; by default in a temporary folder.
+        fields: see `experiment`.
     """
     # There as long as the ranks: the next build closes the event file of this trial.
     run_dir = tempfile.mkdtemp(prefix="run-", dir=slots.log_dir)
@@ -132,6 +134,7 @@ def built(
             slots.world_size,
             f"file://{folder}/checkpoints",
             hyperparameters=hyperparameters,
+            **fields,
         )
         slots.request(
             BuildTrial(

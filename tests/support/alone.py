@@ -35,7 +35,7 @@ def train_alone(
     info = context.run_info
     while info.batches_trained < batches:
         for batch in trial.build_training_data_loader():
-            adapter.train_batch(iter([batch]), 0, info.batches_trained)
+            adapter.train_batch(iter([batch]), 0, info.batches_trained, lambda _: None)
             info.batches_trained += 1
             if info.batches_trained == batches:
                 break

@@ -5,6 +5,7 @@ trialflow and DeepSpeed take their branches for devices, and the fake counts wha
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,9 @@ class FakeAccelerator(CPU_Accelerator):
         can_pin: whether more can be pinned.
         rng: its generator's state.
         copies: what it does with copies to the host: "begun", "waited for".
+        streams: the stream of each copy: "first", or the name of the thread that made the other.
+        waits: how often all of its streams were waited for.
+        has_streams: whether others than the first one can be made.
     """
 
     def __init__(self) -> None:
@@ -33,6 +37,10 @@ class FakeAccelerator(CPU_Accelerator):
         self.pinned_bytes = 0
         self.can_pin = True
         self.copies: list[str] = []
+        self.streams: list[str] = []
+        self.waits = 0
+        self.has_streams = True
+        self._current = threading.local()
         self.rng = torch.zeros(1, dtype=torch.uint8)
         self._pinned: set[int] = set()
 
@@ -43,8 +51,24 @@ class FakeAccelerator(CPU_Accelerator):
     def device_count(self) -> int:
         return 1
 
+    @property
+    def Stream(self) -> Any:
+        def made() -> _Stream:
+            return _Stream(self, threading.current_thread().name)
+
+        return made if self.has_streams else None
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self._current.stream = self.current_stream(), stream
+        yield
+        self._current.stream = before
+
     def current_stream(self, device_index: int | None = None) -> Any:
-        return _Stream(self.copies)
+        return getattr(self._current, "stream", _Stream(self, "first"))
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        self.waits += 1
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         return self.rng
@@ -66,15 +90,16 @@ class FakeAccelerator(CPU_Accelerator):
 class _Stream:
     """A stream, and the event of its last copy."""
 
-    def __init__(self, copies: list[str]) -> None:
-        self._copies = copies
+    def __init__(self, fake: FakeAccelerator, name: str) -> None:
+        self._fake, self._name = fake, name
 
     def record_event(self) -> _Stream:
-        self._copies.append("begun")
+        self._fake.copies.append("begun")
+        self._fake.streams.append(self._name)
         return self
 
     def synchronize(self) -> None:
-        self._copies.append("waited for")
+        self._fake.copies.append("waited for")
 
 
 class Memory(TorchDispatchMode):
@@ -127,9 +152,14 @@ def fake_accelerator() -> Iterator[FakeAccelerator]:
     """Inside the block, this process computes on a fake accelerator."""
     before, fake = get_accelerator(), FakeAccelerator()
     set_accelerator(fake)
-    accelerator.host_buffer.cache_clear()
+    _forget_memory_and_stream()
     try:
         yield fake
     finally:
         set_accelerator(before)
-        accelerator.host_buffer.cache_clear()
+        _forget_memory_and_stream()
+
+
+def _forget_memory_and_stream() -> None:
+    accelerator.host_buffer.cache_clear()
+    accelerator._second_stream.cache_clear()

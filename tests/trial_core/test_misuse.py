@@ -55,7 +55,7 @@ def reduced(result: Any, name: str | None) -> Any:
 def batches(*returned: Any) -> None:
     metrics = BatchMetrics()
     for each in returned:
-        metrics.add_batch([each])
+        metrics.add_call(each)
 
 
 def fit(max_length: Any) -> Any:

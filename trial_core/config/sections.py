@@ -283,13 +283,13 @@ class CheckpointingConfig(Section):
         "machine share half of the memory that is free at their first snapshot; each takes what it "
         "needs.",
     )
-    snapshot: Literal["lazy", "eager"] = Field(
-        default="lazy",
+    snapshot: Literal["lazy", "eager"] | None = Field(
+        default=None,
         title="When weights are copied",
         description="When a save copies weights and optimizer state. lazy: while the next batch "
-        "computes, until its optimizer steps; only for trials on CPU ranks that change weights by "
-        "torch's optimizers alone, which the first save finds out. eager: before training "
-        "continues.",
+        "computes, until its optimizer steps; only for trials that change weights by torch's "
+        "optimizers alone, which the first save finds out. eager: before training continues. "
+        "Default: lazy on CPU ranks; eager on accelerators, where lazy was not tried yet.",
     )
     when_busy: Literal["wait", "postpone"] = Field(
         default="wait",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -142,19 +142,18 @@ class DeepSpeedTrialAdapter(TrialAdapter):
         return _SeparatePasses(loader) if isinstance(loader, DeepSpeedDataLoader) else loader
 
     def train_batch(
-        self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
-    ) -> list[Any]:
+        self,
+        micro_batches: Iterator[Any] | None,
+        epoch_idx: int,
+        batch_idx: int,
+        collect: Callable[[Any], None],
+    ) -> None:
         engine = self._context.models[0]
         before = _micro_batches_trained(engine)
-        metrics = [
-            self._trial.train_batch(micro_batches, epoch_idx, batch_idx)
-            for _ in range(self._calls_per_batch)
-        ]
-        # Of two mistakes the controller reports the first one: a wrong return value.
-        has_metrics = all(isinstance(each, (torch.Tensor, Mapping)) for each in metrics)
-        if not self._context.use_pipeline_parallel and (has_metrics or not self.reports_metrics):
+        for _ in range(self._calls_per_batch):
+            collect(self._trial.train_batch(micro_batches, epoch_idx, batch_idx))
+        if not self._context.use_pipeline_parallel:
             self._check_micro_steps(_micro_batches_trained(engine) - before)
-        return metrics
 
     def _check_micro_steps(self, micro_steps: int) -> None:
         """Check that the first engine ended its batch, as far as it was trained in this one."""

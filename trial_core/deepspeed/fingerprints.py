@@ -97,8 +97,13 @@ class _Tensor:
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         """This rank's sums over the weights, and over the fp32 weights; of how many elements."""
-        bits, dtype, count = bit_sum(*self.own), self.own[0].dtype, self.own[0].numel()
-        return bits, bit_sum(*self.master(), dtype) if self.master else bits, count
+        (own, first), dtype = self.own, self.own[0].dtype
+        bits = of_master = bit_sum(own, first)
+        if self.master:
+            # One at a time: together, those that are offloaded may not fit on the device.
+            master, first = self.master()
+            of_master = bit_sum(master.to(own.device), first, dtype)
+        return bits, of_master, own.numel()
 
 
 def record_fingerprints(
@@ -292,7 +297,7 @@ def _zero_3_master(engine: DeepSpeedEngine, parameter: Any) -> torch.Tensor:
     """This rank's fp32 weights. DeepSpeed's public function returns None while it is frozen."""
     master: torch.Tensor
     master, _ = engine.optimizer._get_fp32_opt_state_partition(parameter, release_swap_buffers=True)
-    return master.to(get_accelerator().current_device_name())
+    return master
 
 
 def _masters(optimizer: Any) -> Iterator[tuple[int, _Fragment]]:

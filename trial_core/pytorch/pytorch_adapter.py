@@ -97,15 +97,19 @@ class PyTorchTrialAdapter(TrialAdapter):
         self._has_buffers = any(True for model in context.models for _ in model.buffers())
 
     def train_batch(
-        self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
-    ) -> list[Any]:
+        self,
+        micro_batches: Iterator[Any] | None,
+        epoch_idx: int,
+        batch_idx: int,
+        collect: Callable[[Any], None],
+    ) -> None:
         batch = self._next(micro_batches)
         self._share_buffers()
         with self._context.training_batch():
             metrics = self._train_batch(
                 {"batch": batch, "epoch_idx": epoch_idx, "batch_idx": batch_idx}
             )
-        return [metrics]
+        collect(metrics)
 
     def learning_rates(self) -> list[float | None]:
         return [float(each.param_groups[0]["lr"]) for each in self._context.optimizers]

@@ -25,6 +25,7 @@ from trial_core.messages import RestoredSettings
 from trial_core.processes.machine.memory_files import GIB, MemoryFiles, free_bytes
 from trial_core.processes.slots.kept_memory import drop_kept
 from trial_core.rank.checkpoint_files import CheckpointFiles
+from trial_core.rank.collectives.accelerator import has_accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.data.sample_lists import SampleLists, differing_checkpoint
 from trial_core.rank.first_checkpoint import load_back
@@ -45,7 +46,7 @@ from trial_core.rank.state_files.built_settings import (
 )
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.safe_load import Reader
-from trial_core.rank.state_files.tensor_files import copy_by_threads
+from trial_core.rank.state_files.storage_bytes import copy_by_threads
 from trial_core.rank.trial.optimizer_modes import with_modes
 from trial_core.rank.trial.trial_adapter import TrialAdapter
 
@@ -248,7 +249,9 @@ class Snapshots:
         adapter = self._adapter
         if self._settings.snapshot == "eager" or self._verifies:
             return contextlib.nullcontext()
-        if self._files.store.is_process_local:
+        if self._settings.snapshot is None and has_accelerator():
+            why = "the ranks compute on accelerators, and checkpointing.snapshot is not set to lazy"
+        elif self._files.store.is_process_local:
             why = "the storage is in the memory of the driver, which reads the files at once"
         elif not adapter.saves_plainly:
             why = "the trial overrides save, and may read the files"

@@ -81,6 +81,7 @@ class TrainingLoop:
         if micro_batches is not None:
             samples_before, uncounted = micro_batches.samples, micro_batches.uncounted
         metrics = BatchMetrics()
+        collect = metrics.add_call if adapter.reports_training_metrics else _no_metrics
         adapter.reducers.reset("training")
         adapter.set_training(True)
         to_training_mode(adapter.optimizers)
@@ -92,11 +93,9 @@ class TrainingLoop:
             batch_idx = info.current_batch = info.batches_trained
             if epoch_idx > before and "on_training_epoch_start" in hooks:
                 _begin_epochs(adapter.callbacks, range(before + 1, epoch_idx + 1))
-            calls = adapter.train_batch(micro_batches, epoch_idx, batch_idx)
+            adapter.train_batch(micro_batches, epoch_idx, batch_idx, collect)
             if micro_batches is not None:
                 micro_batches.batch_ended()
-            if adapter.reports_training_metrics:
-                metrics.add_batch(calls)
             for callback in ready_made:
                 callback.batch_ended()
             before, epoch_idx = epoch_idx, epoch_of(batch_idx + 1)
@@ -118,6 +117,10 @@ class TrainingLoop:
         reduced = reduce_training(metrics, adapter, self.distributed, self.wants_batch_metrics)
         batches = info.batches_trained - first_batch
         return TrainOutcome(*reduced, metrics.non_finite(first_batch, batches))
+
+
+def _no_metrics(outcome: Any) -> None:
+    """Of a rank whose metrics do not count."""
 
 
 def _no_epoch(batch_idx: int) -> int:

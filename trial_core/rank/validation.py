@@ -80,7 +80,7 @@ def validate(
                 metrics = BatchMetrics("evaluate_full_dataset")
                 if distributed.get_rank() == 0:
                     whole = loaders.validation.unsharded()
-                    metrics.add_batch([adapter.evaluate_full_dataset(whole)])
+                    metrics.add_call(adapter.evaluate_full_dataset(whole))
                 reducers = Reducer.AVG  # of a single value: the trial has reduced the metrics
             else:
                 metrics, contribution = _evaluate_batches(
@@ -158,7 +158,7 @@ def _evaluate_batches(
                 "what it gives"
             ) from end
         if counts and adapter.reports_metrics:
-            metrics.add_batch([outcome])
+            metrics.add_call(outcome)
         progress.report(batch_idx + 1)
     return metrics, contribution
 

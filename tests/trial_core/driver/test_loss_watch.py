@@ -109,5 +109,5 @@ def test_a_rank_knows_the_batches_of_its_metrics() -> None:
     metrics = BatchMetrics()
     values = [1.0, 2.0, NAN, 3.0, None, 4.0, 5.0, math.inf]
     for value in values:
-        metrics.add_batch([{"a": value, "b": np.array([1.0, value or 0.0]), "c": 1}])
+        metrics.add_call({"a": value, "b": np.array([1.0, value or 0.0]), "c": 1})
     assert metrics.non_finite(20, 4) == {"a": NonFinite(21, 23), "b": NonFinite(21, 23)}

@@ -261,7 +261,9 @@ def test_how_batches_reach_the_trial() -> None:
     trial = Trial(context)
     adapter = PyTorchTrialAdapter(trial, context)
     array = torch.ones(3).numpy()
-    assert adapter.train_batch(iter([array]), 4, 5) == [torch.tensor(2.0)]
+    collected: list[Any] = []
+    adapter.train_batch(iter([array]), 4, 5, collected.append)
+    assert collected == [torch.tensor(2.0)]
     assert trial.called.keys() == {"batch", "epoch_idx", "batch_idx"}
     assert (trial.called["epoch_idx"], trial.called["batch_idx"]) == (4, 5)
     assert isinstance(trial.called["batch"], torch.Tensor)
@@ -281,7 +283,9 @@ def test_a_method_with_fewer_parameters() -> None:
 
     context = context_of()
     adapter = PyTorchTrialAdapter(Fewer(context), context)
-    assert adapter.train_batch(iter([1.0]), 4, 5) == [[1.0, 4]]
+    collected: list[Any] = []
+    adapter.train_batch(iter([1.0]), 4, 5, collected.append)
+    assert collected == [[1.0, 4]]
     assert adapter.evaluate_batch(iter([1.0]), 5) == 5
 
 

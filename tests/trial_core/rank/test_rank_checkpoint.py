@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.fake_accelerator import fake_accelerator
 from tests.support.slots import Driven, drive, toy_config
 from trial_core.checkpoint.store import CheckpointStore
 from trial_core.config.sections import CheckpointingConfig
@@ -30,7 +31,8 @@ from trial_core.rank.state_files.built_settings import BuiltSettings
 from trial_core.rank.state_files.late_copies import collecting, finish_copies
 from trial_core.rank.state_files.safe_load import Reader
 from trial_core.rank.state_files.settings_parts import OptimizerPart, SchedulePart
-from trial_core.rank.state_files.tensor_files import copy_by_threads, write_tensors
+from trial_core.rank.state_files.storage_bytes import copy_by_threads
+from trial_core.rank.state_files.tensor_files import write_tensors
 from trial_core.rank.trial.context import RunInfo
 
 Warm = Callable[[int], SlotGroup]
@@ -258,6 +260,31 @@ def test_a_hook_that_follows_each_save_is_named(
         "last save and the next batch"
     ]
     ours.close()
+
+
+@pytest.mark.parametrize("snapshot", [None, "lazy"])
+def test_an_accelerators_snapshots_are_copied_late_only_if_that_is_set(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, snapshot: str | None
+) -> None:
+    """By default they are not, and the log says once what to set."""
+    settings: Any = {"verify_first": False, "snapshot": snapshot}
+    files, model, late = files_of(tmp_path, **settings), torch.nn.Linear(3, 2), []
+    adapter: Any = SimpleNamespace(
+        checkpoint_classes=(), save=lambda *_: late.append(collecting() is not None),
+        hook_state=dict, callbacks={}, optimizers=[torch.optim.SGD(model.parameters())],
+        modules=[model], saves_plainly=True,
+    )  # fmt: skip
+    ours = Snapshots(adapter, files, one_of(0, 1), CheckpointingConfig(**settings))
+    with caplog.at_level(logging.INFO), fake_accelerator():
+        for uuid in ("a", "b"):
+            ours.stage(uuid, 1, None)
+        ours.close()
+    assert late == [snapshot == "lazy"] * 2
+    told = (
+        "snapshots are copied before training continues: the ranks compute on accelerators, and "
+        "checkpointing.snapshot is not set to lazy"
+    )
+    assert caplog.messages == ([] if snapshot else [told])
 
 
 @pytest.mark.parametrize("rehearses", [True, False])

@@ -184,7 +184,7 @@ def test_a_reducer_with_the_name_of_a_metric(kind: str) -> None:
     """One would hide the other."""
     reducers, metrics = ReducerRegistry(), BatchMetrics()
     reducers.wrap(len, name="accuracy")
-    metrics.add_batch([{"loss": 1.5, "accuracy": 0.5}])
+    metrics.add_call({"loss": 1.5, "accuracy": 0.5})
     message = f"{kind} metric(s) accuracy are both returned by the trial and given by a wrapped"
     with pytest.raises(TrialError, match=re.escape(message)):
         reduce_one_batch(kind, metrics, adapter(reducers=reducers))

@@ -7,11 +7,14 @@ import logging
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+from numpy.typing import NDArray
 
 from trial_core.common.text_format import plural
 from trial_core.errors import LaunchError
@@ -136,6 +139,33 @@ def is_on_accelerator(tensor: torch.Tensor) -> bool:
     return has_accelerator() and bool(get_accelerator().on_accelerator(tensor))
 
 
+def wait_for_accelerator() -> None:
+    """Wait until this rank's accelerator has done all that it was given, on all of its streams."""
+    if has_accelerator():
+        get_accelerator().synchronize()
+
+
+def has_streams() -> bool:
+    return get_accelerator().Stream is not None
+
+
+def beside_training() -> AbstractContextManager[Any]:
+    """Inside the block, what its thread gives the accelerator is done on a second stream.
+
+    That stream waits for no other one: see `wait_for_accelerator`. Call this on the thread that
+    trains, whose device it takes: another one begins with the machine's first.
+    """
+    if not has_accelerator() or not has_streams():
+        return nullcontext()
+    context: AbstractContextManager[Any] = get_accelerator().stream(_second_stream())
+    return context
+
+
+@functools.cache
+def _second_stream() -> Any:
+    return get_accelerator().Stream()
+
+
 @functools.cache
 def host_buffer() -> torch.Tensor:
     """Bytes on the host, through which memory of the accelerator is copied: pinned if possible,
@@ -166,8 +196,8 @@ class CopyToHost:
         self._on_host = buffer[: source.numel()].copy_(source, non_blocking=stream is not None)
         self._end = None if stream is None else stream.record_event()
 
-    def data(self) -> memoryview:
+    def data(self) -> NDArray[np.uint8]:
         """Wait for the copy, and return its bytes in the buffer."""
         if self._end is not None:
             self._end.synchronize()
-        return self._on_host.numpy().data
+        return self._on_host.numpy()

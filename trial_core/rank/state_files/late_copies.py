@@ -1,8 +1,9 @@
 """Copies of a snapshot that are made while training continues, before anything changes the source.
 
 Nothing changes weights and an optimizer's state between two of its steps. So a save only reserves
-room for them in its memory files; a thread copies them while the next batch computes, and the first
-step of an optimizer waits for the rest. What else writes to them calls `finish_copies` before.
+room for them in its memory files; a thread copies them while the next batch computes, on a stream
+of its own from an accelerator, and the first step of an optimizer waits for the rest. What else
+writes to them calls `finish_copies` before.
 
 A trial may write to them unseen. So the first snapshot is copied at once, and compared with its
 source before the next step: if they differ, all others are copied at once, too. Later, versions of
@@ -12,31 +13,36 @@ copied at once.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trial_core.common.text_format import first_few
 from trial_core.errors import CheckpointRefused, WeightsChanged
 from trial_core.processes.machine.memory_files import MemoryFiles
-from trial_core.rank.collectives.accelerator import has_accelerator
+from trial_core.rank.collectives.accelerator import (
+    beside_training,
+    has_accelerator,
+    has_streams,
+    wait_for_accelerator,
+)
 from trial_core.rank.state_files.state_guard import has_bits
+from trial_core.rank.state_files.storage_bytes import on_host, sampled
 
 _SAMPLE_BYTES = 8
 _SAMPLED_BYTES = 64 * 2**10
 """There is a sample in so many bytes of a storage, and three of each tensor in it."""
-_PIECE_BYTES = 32 * 2**20
 _CHANGES = "the trial changes weights between a save and a step of an optimizer"
 
 logger = logging.getLogger(__name__)
@@ -47,7 +53,7 @@ class _Changed(Exception):
 
 
 class _Watched:
-    """A storage on the CPU that must not change, and the tensors that are known to be in it.
+    """A storage that must not change, and the tensors that are known to be in it.
 
     Attributes:
         is_compared: True once `fill` is to compare: the storage may have several copies.
@@ -55,41 +61,38 @@ class _Watched:
 
     def __init__(self, storage: torch.UntypedStorage, tensors: Sequence[torch.Tensor]) -> None:
         self._storage = storage  # stays alive
-        self._content = bytes_of(storage)
-        self._places = _sampled(storage, tensors)
-        self._samples = self._content[self._places]
+        self._places = _sampled_places(storage, tensors)
+        self._samples = sampled(storage, self._places)
         self._versions = [(each, each._version) for each in tensors]
         self.is_compared = False
 
     def fill(self, room: memoryview) -> None:
         """Copy the content, or compare it with its copy. Raises `_Changed` if it has changed."""
-        target, is_same = np.frombuffer(room, np.uint8), True
-        for begin in range(0, len(target), _PIECE_BYTES):
-            piece = slice(begin, begin + _PIECE_BYTES)
+        target, end, is_same = np.frombuffer(room, np.uint8), 0, True
+        for piece in on_host(self._storage):
+            begin, end = end, end + len(piece)
             if self.is_compared:
-                is_same = is_same and np.array_equal(target[piece], self._content[piece])
+                is_same = is_same and np.array_equal(target[begin:end], piece)
             else:
-                np.copyto(target[piece], self._content[piece])  # lets other threads run
-        is_same = is_same and np.array_equal(target[self._places], self._samples)
+                np.copyto(target[begin:end], piece)  # lets other threads run
+        is_same = is_same and self._are_samples(target[self._places])
         del target  # the room cannot be given back while an array has it
         if not is_same:
             raise _Changed
 
     def check(self) -> None:
         """Raises `_Changed` if it was written to since."""
-        is_same = np.array_equal(self._content[self._places], self._samples)
+        is_same = self._are_samples(sampled(self._storage, self._places).cpu().numpy())
         if not is_same or any(each._version != version for each, version in self._versions):
             raise _Changed
 
-
-def bytes_of(storage: torch.UntypedStorage) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """The memory of a storage on the CPU, valid while the storage is alive and not resized."""
-    # Not by `Tensor.numpy`, which makes a storage impossible to resize.
-    memory: Any = (ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())
-    return np.frombuffer(memory, np.uint8)
+    def _are_samples(self, seen: NDArray[np.uint8]) -> bool:
+        return np.array_equal(seen, self._samples.cpu().numpy())
 
 
-def _sampled(storage: torch.UntypedStorage, tensors: Iterable[torch.Tensor]) -> Any:
+def _sampled_places(
+    storage: torch.UntypedStorage, tensors: Iterable[torch.Tensor]
+) -> NDArray[np.int64]:
     """The indices of the bytes that are compared."""
     whole, begins = storage.nbytes(), [storage.nbytes() - _SAMPLE_BYTES]
     for each in tensors:
@@ -114,8 +117,8 @@ class LateCopies:
         self.why_not = self.why_unproven = ""
         self._is_proven = False
         self._unproven: tuple[Sequence[Callable[[], None]], Sequence[_Watched]] | None = None
-        self._unchanged: dict[int, list[torch.Tensor]] = {}
-        self._watched: dict[int, _Watched] = {}
+        self._unchanged: dict[_Place, list[torch.Tensor]] = {}
+        self._watched: dict[_Place, _Watched] = {}
         self._later: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._failure: CheckpointRefused | None = None
@@ -134,10 +137,11 @@ class LateCopies:
         These are what `optimizers` change: parameters of `modules` that are trained, and states.
         """
         _finish_before_steps()
+        wait_for_accelerator()  # other streams of it may still write what was computed
         self._unchanged = defaultdict(list)
         for each in _changed_by_steps(optimizers, modules):
-            if has_bits(each) and (place := each.untyped_storage().data_ptr()):
-                self._unchanged[place].append(each)
+            if has_bits(each) and each.untyped_storage().data_ptr():
+                self._unchanged[_place(each.untyped_storage())].append(each)
         _collecting.append(self)
         try:
             yield
@@ -146,8 +150,12 @@ class LateCopies:
         finally:
             _collecting.remove(self)
             self._unchanged, self._watched, self._later = {}, {}, []
+        wait_for_accelerator()  # the thread's stream waits for no other one
         self._thread = threading.Thread(
-            target=self._do, args=[[*copies, *later], watched], name="snapshot", daemon=True
+            target=self._do,
+            args=[[*copies, *later], watched, beside_training()],
+            name="snapshot",
+            daemon=True,
         )
         self._thread.start()
         if not self._is_proven:
@@ -157,7 +165,7 @@ class LateCopies:
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage's copy can be left to the thread."""
-        return storage.device.type == "cpu" and storage.data_ptr() in self._unchanged
+        return _place(storage) in self._unchanged
 
     def copy_of(self, storage: torch.UntypedStorage) -> Callable[[memoryview], None]:
         """What copies a storage that `takes` has accepted."""
@@ -205,17 +213,23 @@ class LateCopies:
             raise self._failure
 
     def _watch(self, storage: torch.UntypedStorage) -> _Watched:
-        place = storage.data_ptr()
+        place = _place(storage)
         if place not in self._watched:
             self._watched[place] = _Watched(storage, self._unchanged.get(place, []))
         return self._watched[place]
 
-    def _do(self, work: Sequence[Callable[[], None]], watched: Sequence[_Watched]) -> None:
+    def _do(
+        self,
+        work: Sequence[Callable[[], None]],
+        watched: Sequence[_Watched],
+        beside: AbstractContextManager[Any],
+    ) -> None:
         try:
-            for each in work:
-                each()
-            for storage in watched:
-                storage.check()
+            with beside:
+                for each in work:
+                    each()
+                for storage in watched:
+                    storage.check()
         except _Changed:
             self.why_not = _CHANGES
             self._failure = WeightsChanged(
@@ -223,7 +237,16 @@ class LateCopies:
                 "optimizer, while they were copied"
             )
         except Exception as error:  # noqa: BLE001  # told by `require_complete`
-            self._failure = CheckpointRefused(f"{type(error).__name__}: {error}")
+            self.why_not = f"a late copy has failed: {type(error).__name__}: {error}"
+            self._failure = CheckpointRefused(self.why_not)
+
+
+_Place = tuple[torch.device, int]
+
+
+def _place(storage: torch.UntypedStorage) -> _Place:
+    """Where a storage begins."""
+    return storage.device, storage.data_ptr()
 
 
 _collecting: list[LateCopies] = []
@@ -257,8 +280,8 @@ def why_not_late(optimizers: Sequence[Any], with_modes: Sequence[Any]) -> str:
     Args:
         with_modes: those of the optimizers that have modes for training and evaluation.
     """
-    if has_accelerator():
-        return "the ranks compute on accelerators"
+    if has_accelerator() and not has_streams():
+        return "copies cannot be made beside training on this kind of accelerator"
     if not optimizers:
         return "the trial has no optimizer"
     silent = {type(each).__name__ for each in optimizers if not _tells_its_steps(each)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import IO, Any
 
@@ -19,8 +18,8 @@ import torch
 from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointError
-from trial_core.rank.collectives.accelerator import CopyToHost, host_buffer, is_on_accelerator
-from trial_core.rank.state_files.late_copies import bytes_of, collecting
+from trial_core.rank.state_files.late_copies import collecting
+from trial_core.rank.state_files.storage_bytes import on_host
 
 
 def write_tensors(state: Any, file: IO[bytes]) -> None:
@@ -61,8 +60,8 @@ class _FilledFile:
             )
         if self._is_reserved(storage):
             return
-        for piece in _pieces(storage):
-            self._file.write(piece)
+        for piece in on_host(storage):
+            self._file.write(piece.data)
 
     def _is_reserved(self, storage: torch.UntypedStorage) -> bool:
         """Leave room for the storage if it may be copied later, and the file is in memory."""
@@ -70,28 +69,6 @@ class _FilledFile:
         if late is None or reserve is None or not late.takes(storage):
             return False
         return bool(reserve(storage.nbytes(), late.copy_of(storage)))
-
-
-def _pieces(storage: torch.UntypedStorage) -> Iterator[memoryview]:
-    """The bytes of a storage on the host. A piece is valid until the next one is asked for."""
-    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    if not is_on_accelerator(content):
-        on_host = content.cpu()
-        yield bytes_of(on_host.untyped_storage()).data
-        return
-    # One half is filled while the other one is written.
-    halves = host_buffer().chunk(2)
-    pieces = torch.split(content, halves[0].numel())
-    begun = CopyToHost(pieces[0], halves[0])
-    for index, piece in enumerate(pieces[1:], start=1):
-        finished, begun = begun, CopyToHost(piece, halves[index % 2])
-        yield finished.data()
-    yield begun.data()
-
-
-def copy_by_threads(data: memoryview, room: memoryview) -> None:
-    """Copy bytes by as many threads as torch may use. With one, an assignment is faster."""
-    torch.frombuffer(room, dtype=torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def _pickle_that_lists(storages: list[torch.UntypedStorage]) -> Any:

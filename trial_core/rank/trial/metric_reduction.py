@@ -83,19 +83,17 @@ class BatchMetrics:
         self._calls = 0
         self._hosted: dict[str, HostColumn] | None = None
 
-    def add_batch(self, calls: Sequence[torch.Tensor | Mapping[str, Any]]) -> None:
-        """Add one batch: the return value of each call of the method, of which a batch has a fixed
-        number. A tensor is the metric ``loss``.
+    def add_call(self, outcome: torch.Tensor | Mapping[str, Any]) -> None:
+        """Add the return value of one call of the method. A tensor is the metric ``loss``.
 
         Tensors are copied on their device, because the trial may reuse them. Raises TrialError if a
         return value is neither a tensor nor a mapping, or a metric is of a type that cannot be
         reported, or the metrics are not those of the first call.
         """
-        for outcome in calls:
-            metrics, columns = self._checked(outcome)
-            for name, column in columns.items():
-                column.append(collected(name, metrics[name], self._method))
-            self._calls += 1
+        metrics, columns = self._checked(outcome)
+        for name, column in columns.items():
+            column.append(collected(name, metrics[name], self._method))
+        self._calls += 1
         self._hosted = None
 
     def per_call(self) -> list[dict[str, Any]]:

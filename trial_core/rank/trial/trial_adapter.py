@@ -176,11 +176,16 @@ class TrialAdapter(ABC):
 
     @abstractmethod
     def train_batch(
-        self, micro_batches: Iterator[Any] | None, epoch_idx: int, batch_idx: int
-    ) -> list[Any]:
-        """Train one batch; return the metrics of each of the trial's `train_batch` calls.
+        self,
+        micro_batches: Iterator[Any] | None,
+        epoch_idx: int,
+        batch_idx: int,
+        collect: Callable[[Any], None],
+    ) -> None:
+        """Train one batch; `collect` gets the metrics of each of the trial's `train_batch` calls.
 
-        Collective. Must not wait for the accelerator.
+        Collective. Must not wait for the accelerator. Does not keep metrics: they may hold the
+        graph of their computation.
         """
 
     @abstractmethod

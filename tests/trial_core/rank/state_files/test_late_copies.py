@@ -15,9 +15,11 @@ import pytest
 import torch
 from torch.utils.serialization import config as serialization
 
+from tests.support.fake_accelerator import fake_accelerator
 from trial_core.errors import CheckpointRefused
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank import training as loop
+from trial_core.rank.collectives import accelerator
 from trial_core.rank.collectives.distributed import DistributedContext
 from trial_core.rank.state_files.late_copies import LateCopies, finish_copies, why_not_late
 from trial_core.rank.state_files.tensor_files import write_tensors
@@ -106,6 +108,32 @@ def test_a_snapshot_has_the_state_of_its_save(training: Training) -> None:
         training.late.require_complete()
         assert training.file.read_bytes() == training.second.read_bytes() == whole
         assert weight != bytes_of(training.model.weight)
+
+
+def test_a_snapshot_is_copied_from_an_accelerator_beside_training(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a second stream, of the training thread's device, once all that came before is done;
+    through one pinned buffer, and byte for byte what torch writes. The accelerator is a fake."""
+    monkeypatch.setattr(accelerator, "HOST_BUFFER_BYTES", 4096)
+    with fake_accelerator() as fake:
+        whole, weight = training.whole(), bytes_of(training.model.weight)
+        with training.saving():
+            at_once, fake.streams = fake.streams, []
+            assert weight not in training.file.read_bytes()
+        training.step()
+        assert {*at_once} == {"first"}  # buffers
+        assert {*fake.streams} == {threading.main_thread().name}
+        assert len(fake.streams) >= 2 * 3 * training.model.weight.nbytes // 2048
+        assert fake.pinned_bytes == 4096
+        assert fake.waits == 2
+        training.late.require_complete()
+        assert training.file.read_bytes() == training.second.read_bytes() == whole
+        training.save()
+        training.model.weight.data.mul_(2)
+        training.step()
+        with pytest.raises(CheckpointRefused, match="the trial has changed weights"):
+            training.late.require_complete()
 
 
 def test_a_step_waits_for_the_copies(training: Training) -> None:
@@ -276,3 +304,24 @@ def test_optimizers_whose_states_are_copied_at_once(changes: dict[str, Any], why
     assert why in found
     assert bool(found) == bool(why)
     assert "no optimizer" in why_not_late([], [])
+
+
+def test_an_accelerator_without_streams_is_copied_from_at_once() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+    with fake_accelerator() as fake:
+        assert why_not_late([optimizer], []) == ""
+        fake.has_streams = False
+        assert "on this kind of accelerator" in why_not_late([optimizer], [])
+
+
+def test_a_copy_that_fails_refuses_the_checkpoint_and_the_next_is_copied_at_once(
+    training: Training,
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with training.saving() as late:
+        late.later(fail, [])
+    with pytest.raises(CheckpointRefused, match="late copy has failed: RuntimeError: CUDA error"):
+        late.require_complete()
+    assert "has failed" in late.why_not

@@ -15,11 +15,8 @@ from tests.support.fake_accelerator import FakeAccelerator, Memory, fake_acceler
 from trial_core.errors import CheckpointError
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives import accelerator
-from trial_core.rank.state_files.tensor_files import (
-    _FilledFile,
-    copy_by_threads,
-    write_tensors,
-)
+from trial_core.rank.state_files.storage_bytes import copy_by_threads
+from trial_core.rank.state_files.tensor_files import _FilledFile, write_tensors
 
 BUFFER_BYTES = 64
 

@@ -31,7 +31,7 @@ floats = st.floats(-1e6, 1e6)
 def rank_of(*batches: Any) -> Partials:
     metrics = BatchMetrics()
     for batch in batches:
-        metrics.add_batch([batch])
+        metrics.add_call(batch)
     return metrics.partials()
 
 
@@ -130,7 +130,7 @@ def test_arrays_are_reduced_elementwise() -> None:
 def test_results_are_plain(value: Any) -> None:
     """Results and partials are plain Python for every type of number, so that JSON takes them."""
     metrics = BatchMetrics()
-    metrics.add_batch([{"x": value}])
+    metrics.add_call({"x": value})
     result = as_reported(combine([metrics.partials()]), "train_batch")
     expected = value.tolist() if isinstance(value, (torch.Tensor, np.ndarray)) else value
     assert np.array_equal(np.asarray(result["x"]), np.asarray(expected, dtype=float))
@@ -155,7 +155,8 @@ def test_callbacks_get_numbers_and_arrays_of_numpy(value: Any, of_call: Any, of_
     They compare with numbers: ``metrics["accuracy"] > best``.
     """
     metrics = BatchMetrics()
-    metrics.add_batch([{"x": value, "y": None}, {"x": value, "y": 1.0}])
+    metrics.add_call({"x": value, "y": None})
+    metrics.add_call({"x": value, "y": 1.0})
     partials = [metrics.partials(with_values=True)] * 2
     result = combine(partials)["x"]
     assert type(result) is type(of_all)
@@ -183,7 +184,7 @@ def test_collecting_never_waits() -> None:
     losses = [torch.tensor(value, requires_grad=True) * 2 for value in (1.0, 2.0, 3.0)]
     with Recorder() as adding:
         for loss in losses:
-            metrics.add_batch([{"loss": loss, "twin": loss}])
+            metrics.add_call({"loss": loss, "twin": loss})
     assert set(adding.names) == {"is_complex", "detach", "clone"}
     with Recorder() as ending:
         assert plain(metrics.per_call()) == [{"loss": v, "twin": v} for v in (2.0, 4.0, 6.0)]
@@ -196,7 +197,7 @@ def test_values_are_copied() -> None:
     tensor, array = torch.zeros(1), np.zeros(1)
     metrics = BatchMetrics()
     for _ in range(2):
-        metrics.add_batch([{"t": tensor, "a": array}])
+        metrics.add_call({"t": tensor, "a": array})
         tensor += 1
         array += 1
     assert plain(metrics.per_call()) == [{"t": [0.0], "a": [0.0]}, {"t": [1.0], "a": [1.0]}]
@@ -205,15 +206,15 @@ def test_values_are_copied() -> None:
 def test_autograd_graphs_are_released() -> None:
     """The copy of a loss is detached."""
     metrics = BatchMetrics()
-    metrics.add_batch([torch.ones(1, requires_grad=True) * 2])
+    metrics.add_call(torch.ones(1, requires_grad=True) * 2)
     assert metrics._columns["loss"][0].requires_grad is False  # type: ignore[index,union-attr]
 
 
 def test_every_call_of_a_batch_counts() -> None:
     """A batch of several micro-batches has their metrics one by one."""
     metrics = BatchMetrics()
-    metrics.add_batch([torch.tensor(1.0), torch.tensor(2.0)])
-    metrics.add_batch([torch.tensor(4.0), torch.tensor(9.0)])
+    for value in (1.0, 2.0, 4.0, 9.0):
+        metrics.add_call(torch.tensor(value))
     assert plain(metrics.per_call()) == [{"loss": 1.0}, {"loss": 2.0}, {"loss": 4.0}, {"loss": 9.0}]
     assert metrics.partials()["calls"] == 4
     assert combine([metrics.partials()]) == {"loss": 4.0}
@@ -225,7 +226,7 @@ def test_the_metrics_of_each_call_are_averaged_over_ranks() -> None:
     for offset in (0.0, 3.0):
         metrics = BatchMetrics()
         for call in range(3):
-            metrics.add_batch([{"loss": torch.tensor(call + offset), "m": [call, 2 * offset]}])
+            metrics.add_call({"loss": torch.tensor(call + offset), "m": [call, 2 * offset]})
         ranks.append(metrics.partials(with_values=True))
     assert plain(calls_over_ranks([Partials(), *ranks])) == [
         {"loss": 1.5 + call, "m": [call, 3.0]} for call in range(3)
@@ -251,8 +252,8 @@ def test_other_values_are_reported_and_not_reduced(value: Any, given: Any) -> No
     ranks = []
     for rank in (0, 1):
         metrics = BatchMetrics()
-        metrics.add_batch([{"loss": 1.0 + rank, "odd": "first"}])
-        metrics.add_batch([{"loss": 3.0 + rank, "odd": value if rank == 0 else "other"}])
+        metrics.add_call({"loss": 1.0 + rank, "odd": "first"})
+        metrics.add_call({"loss": 3.0 + rank, "odd": value if rank == 0 else "other"})
         ranks.append(metrics.partials(with_values=True))
         assert plain(metrics.per_call())[0] == {"loss": 1.0 + rank, "odd": "first"}
     result = as_reported(combine(ranks), "train_batch")
@@ -276,7 +277,8 @@ def test_none_does_not_count(reducer: Reducer) -> None:
     partials = []
     for batches in ranks:
         metrics = BatchMetrics()
-        metrics.add_batch(batches)
+        for batch in batches:
+            metrics.add_call(batch)
         partials.append(metrics.partials(with_values=True))
     assert plain(calls_over_ranks(partials)) == [{"x": 3.0, "y": None}, {"x": 9.0, "y": None}]
 
@@ -285,7 +287,7 @@ def test_a_dict_of_tensors_is_copied_and_does_not_wait() -> None:
     """A trial may reuse them."""
     tensor, metrics = torch.zeros(2), BatchMetrics()
     with Recorder() as adding:
-        metrics.add_batch([{"parts": {"a": tensor, "b": [tensor]}}])
+        metrics.add_call({"parts": {"a": tensor, "b": [tensor]}})
     assert set(adding.names) == {"is_complex", "detach", "clone"}
     tensor += 1
     assert plain(metrics.per_call()) == [{"parts": {"a": [0.0, 0.0], "b": [[0.0, 0.0]]}}]
@@ -294,9 +296,9 @@ def test_a_dict_of_tensors_is_copied_and_does_not_wait() -> None:
 def test_partials_can_be_read_between_batches() -> None:
     """Reading them does not change later results."""
     metrics = BatchMetrics()
-    metrics.add_batch([{"x": torch.tensor(1)}])
+    metrics.add_call({"x": torch.tensor(1)})
     metrics.partials()
-    metrics.add_batch([{"x": torch.tensor(2)}])
+    metrics.add_call({"x": torch.tensor(2)})
     assert plain(metrics.per_call()) == [{"x": 1}, {"x": 2}]
 
 
@@ -322,7 +324,7 @@ def test_a_nan_on_any_rank_is_the_result(reducer: Reducer) -> None:
 def test_values_that_json_cannot_hold_are_refused(value: Any, kind: str) -> None:
     """The error names metric, method and type."""
     with pytest.raises(TrialError) as raised:
-        BatchMetrics("evaluate_batch").add_batch([{"odd": value}])
+        BatchMetrics("evaluate_batch").add_call({"odd": value})
     expected = f'metric "odd" returned by evaluate_batch is or holds a value of type {kind}'
     assert expected in str(raised.value)
 
@@ -348,25 +350,25 @@ def test_a_batch_returns_a_tensor_or_a_dict(outcome: Any, kind: str) -> None:
     """Anything else is refused; the error names its type."""
     message = f"train_batch must return a dictionary .* returned a value of type {kind}"
     with pytest.raises(TrialError, match=message):
-        BatchMetrics().add_batch([outcome])
+        BatchMetrics().add_call(outcome)
 
 
 def test_names_are_strings() -> None:
     """Other names are refused."""
     with pytest.raises(TrialError, match=r"metric named 3 \(of type int\)"):
-        BatchMetrics().add_batch([{3: 1.0}])  # type: ignore[dict-item]
+        BatchMetrics().add_call({3: 1.0})  # type: ignore[dict-item]
 
 
 def test_names_must_match_across_batches() -> None:
     """The error names the metrics that are missing or new."""
     metrics = BatchMetrics("evaluate_batch")
-    metrics.add_batch([{"loss": 1.0, "accuracy": 0.5}])
+    metrics.add_call({"loss": 1.0, "accuracy": 0.5})
     message = (
         r"metric names must match across all batches of data, but evaluate_batch returned "
         r"no \['accuracy'\] and also \['acc'\] in call 1"
     )
     with pytest.raises(TrialError, match=message):
-        metrics.add_batch([{"loss": 1.0, "acc": 0.5}])
+        metrics.add_call({"loss": 1.0, "acc": 0.5})
 
 
 def test_names_must_match_across_ranks() -> None:
@@ -441,7 +443,7 @@ def test_integers_are_exact(ranks: list[list[tuple[int, Any]]], are_lists: bool)
 def test_an_integer_that_no_message_holds_is_refused(count: Any) -> None:
     """When it is returned, before it becomes another number or an error of MessagePack."""
     for report in (
-        lambda: BatchMetrics("a hook").add_batch([{"count": count}]),
+        lambda: BatchMetrics("a hook").add_call({"count": count}),
         lambda: as_reported({"count": count}, "a hook"),
     ):
         with pytest.raises(TrialError, match=r'metric "count" returned by a hook .* as a float'):
@@ -452,8 +454,8 @@ def test_integers_of_single_batches_are_exact() -> None:
     """On one rank; over the ranks they are averaged."""
     large, small = 2**63 + 5, torch.tensor(5, dtype=torch.uint64)
     metrics = BatchMetrics()
-    metrics.add_batch([{"n": large, "list": [large, -1], "tensor": torch.tensor(2**63 - 1)}])
-    metrics.add_batch([{"n": None, "list": [True, 1], "tensor": small}])
+    metrics.add_call({"n": large, "list": [large, -1], "tensor": torch.tensor(2**63 - 1)})
+    metrics.add_call({"n": None, "list": [True, 1], "tensor": small})
     assert plain(metrics.per_call()) == [
         {"n": large, "list": [large, -1], "tensor": 2**63 - 1},
         {"n": None, "list": [1, 1], "tensor": 5},
@@ -468,7 +470,7 @@ def test_integers_of_single_batches_are_exact() -> None:
 def test_text_of_numpy_is_plain_text() -> None:
     """Messages can hold `str`, and no subclass of it."""
     metrics = BatchMetrics()
-    metrics.add_batch([{"label": np.str_("cat"), "all": [np.str_("cat"), np.str_("dog")]}])
+    metrics.add_call({"label": np.str_("cat"), "all": [np.str_("cat"), np.str_("dog")]})
     reported = combine([metrics.partials()])
     assert reported == {"label": "cat", "all": ["cat", "dog"]}
     assert [type(each) for each in (reported["label"], *reported["all"])] == [str] * 3
