@@ -124,7 +124,8 @@ class CheckpointRefused(CheckpointError):
 
 
 class WeightsChanged(CheckpointRefused):
-    """The trial has changed weights before they were copied; the ranks can save again."""
+    """Weights were not copied as they were at a save: the trial has changed them, or the copy
+    has failed. The ranks can save again."""
 
 
 class CheckpointUnrestorable(CheckpointError):

@@ -38,22 +38,31 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 
 
+@pytest.mark.parametrize("snapshot", ["eager", "lazy"])
 @pytest.mark.parametrize("precision", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("zero_stage", range(4))
 def test_a_snapshot_is_of_its_batch_though_training_goes_on(
-    warm_slots: Warm, tmp_path: Path, zero_stage: int, precision: dict[str, Any]
+    warm_slots: Warm, tmp_path: Path, zero_stage: int, precision: dict[str, Any], snapshot: str
 ) -> None:
-    """The copies from the device have ended before the next batch changes what they copy."""
+    """The copies from the device have ended before the next step changes what they copy. The first
+    lazy one is made at once, and compared."""
     zero = {"stage": zero_stage, **({"overlap_comm": True} if zero_stage else {})}
     hparams = {"layers": 32, "ds_config": {"zero_optimization": zero, **precision}}
 
     def saved(name: str, trained_on: int) -> dict[str, torch.Tensor]:
-        config = toy_config(tmp_path, entrypoint="gpu_trials:Wide", hyperparameters=hparams)
+        config = toy_config(
+            tmp_path, entrypoint="gpu_trials:Wide", hyperparameters=hparams,
+            checkpointing={"snapshot": snapshot, "verify_first": False},
+        )  # fmt: skip
         slots = warm_slots(1)
         build(slots, config, tmp_path)
         slots.request(BuildLoadersAndRestore(batches_trained=0, checkpoint=None), ReadyToTrain)
-        slots.request(TrainBatches(until=3), Trained)
-        slots.request(SaveCheckpoint(uuid=name), Saved)
+        for until, uuid in ((2, f"before-{name}"), (3, name)):
+            slots.request(TrainBatches(until=until), Trained)
+            slots.request(SaveCheckpoint(uuid=uuid), Saved)
+            if uuid != name:
+                slots.request(PersistCheckpoint(uuid=uuid), Persisted)
+                slots.request(ReleaseStaging(uuid=uuid), Done)
         if trained_on:
             slots.request(TrainBatches(until=3 + trained_on), Trained)
         slots.request(PersistCheckpoint(uuid=name), Persisted)

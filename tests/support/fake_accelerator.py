@@ -27,8 +27,9 @@ class FakeAccelerator(CPU_Accelerator):
         can_pin: whether more can be pinned.
         rng: its generator's state.
         copies: what it does with copies to the host: "begun", "waited for".
-        streams: the stream of each copy: "first", or the name of the thread that made the other.
-        waits: how often all of its streams were waited for.
+        streams: for each copy its stream ("first", or the name of the thread that made the other)
+            and the thread's device; "all" where all streams were waited for.
+        entered: the thread's device at each entry of another stream.
         has_streams: whether others than the first one can be made.
     """
 
@@ -37,8 +38,8 @@ class FakeAccelerator(CPU_Accelerator):
         self.pinned_bytes = 0
         self.can_pin = True
         self.copies: list[str] = []
-        self.streams: list[str] = []
-        self.waits = 0
+        self.streams: list[Any] = []
+        self.entered: list[int] = []
         self.has_streams = True
         self._current = threading.local()
         self.rng = torch.zeros(1, dtype=torch.uint8)
@@ -60,6 +61,7 @@ class FakeAccelerator(CPU_Accelerator):
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
+        self.entered.append(self.current_device())
         before, self._current.stream = self.current_stream(), stream
         yield
         self._current.stream = before
@@ -68,7 +70,13 @@ class FakeAccelerator(CPU_Accelerator):
         return getattr(self._current, "stream", _Stream(self, "first"))
 
     def synchronize(self, device_index: int | None = None) -> None:
-        self.waits += 1
+        self.streams.append("all")
+
+    def set_device(self, device_index: int) -> None:
+        self._current.device = device_index
+
+    def current_device(self) -> int:
+        return getattr(self._current, "device", 0)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         return self.rng
@@ -95,7 +103,7 @@ class _Stream:
 
     def record_event(self) -> _Stream:
         self._fake.copies.append("begun")
-        self._fake.streams.append(self._name)
+        self._fake.streams.append((self._name, self._fake.current_device()))
         return self
 
     def synchronize(self) -> None:

@@ -100,9 +100,7 @@ class _Tensor:
         (own, first), dtype = self.own, self.own[0].dtype
         bits = of_master = bit_sum(own, first)
         if self.master:
-            # One at a time: together, those that are offloaded may not fit on the device.
-            master, first = self.master()
-            of_master = bit_sum(master.to(own.device), first, dtype)
+            of_master = bit_sum(*self.master(), dtype, own.device)  # may be offloaded
         return bits, of_master, own.numel()
 
 

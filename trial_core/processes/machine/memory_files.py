@@ -176,14 +176,15 @@ class SpillingFile(AbstractContextManager["SpillingFile"]):
     def write(self, data: bytes | bytearray | memoryview) -> int:
         view = memoryview(data).cast("B")
         if self._file is None and not self._memory_file.append(view):
-            for fill in self.reserved:
-                fill()
-            self.reserved = []
-            self._file = open(self._path, "wb")  # noqa: SIM115  # see `__exit__`
-            self._memory_file.copy_to(self._file)
+            self._move_to_disk()
         if self._file is not None:
             self._file.write(view)
         return view.nbytes
+
+    def make_room(self, size_bytes: int) -> None:
+        """Move to disk now if so much does not fit, not in the midst of it: that calls `fill`."""
+        if self._file is None and not self._memory_file.has_room(size_bytes):
+            self._move_to_disk()
 
     def reserve(self, size_bytes: int, fill: Callable[[memoryview], None]) -> bool:
         """Leave room for what `fill` writes later; without room in memory, return False."""
@@ -195,6 +196,13 @@ class SpillingFile(AbstractContextManager["SpillingFile"]):
 
     def flush(self) -> None:
         """Do nothing: the file is read only when it is complete."""
+
+    def _move_to_disk(self) -> None:
+        for fill in self.reserved:
+            fill()
+        self.reserved = []
+        self._file = open(self._path, "wb")  # noqa: SIM115  # see `__exit__`
+        self._memory_file.copy_to(self._file)
 
 
 class MemoryFile:
@@ -233,6 +241,10 @@ class MemoryFile:
             self.fill(start, view.nbytes, partial(self._copy, view))
         return True
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Return whether so many bytes more may be appended."""
+        return self._has_room(self.size_bytes + size_bytes - self.kept_bytes)
+
     def reserve(self, size_bytes: int) -> int | None:
         """As `skip`, and take the memory now, so that it no longer counts as free."""
         kept_bytes = self.kept_bytes
@@ -250,7 +262,7 @@ class MemoryFile:
         """Leave room for so many bytes; return where it begins, or None if there is none."""
         start = self.size_bytes
         end = start + size_bytes
-        if not self._has_room(end - self.kept_bytes):
+        if not self.has_room(size_bytes):
             return None
         if end > self._capacity_bytes:
             self._capacity_bytes = end + GROWTH_BYTES

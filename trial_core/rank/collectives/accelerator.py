@@ -6,8 +6,8 @@ import functools
 import logging
 import resource
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -153,12 +153,19 @@ def beside_training() -> AbstractContextManager[Any]:
     """Inside the block, what its thread gives the accelerator is done on a second stream.
 
     That stream waits for no other one: see `wait_for_accelerator`. Call this on the thread that
-    trains, whose device it takes: another one begins with the machine's first.
+    trains, whose device it takes: another thread begins with the machine's first, where even asking
+    for its stream takes memory.
     """
     if not has_accelerator() or not has_streams():
         return nullcontext()
-    context: AbstractContextManager[Any] = get_accelerator().stream(_second_stream())
-    return context
+    return _on_stream(_second_stream(), get_accelerator().current_device())
+
+
+@contextmanager
+def _on_stream(stream: Any, device_index: int) -> Iterator[None]:
+    get_accelerator().set_device(device_index)
+    with get_accelerator().stream(stream):
+        yield
 
 
 @functools.cache

@@ -13,7 +13,12 @@ _CPU_WORDS, _DEVICE_WORDS = 2**17, 2**22
 """Words at a time: bounds the memory. On a CPU, more would leave its cache."""
 
 
-def bit_sum(part: torch.Tensor, first: int = 0, dtype: torch.dtype | None = None) -> torch.Tensor:
+def bit_sum(
+    part: torch.Tensor,
+    first: int = 0,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
     """A number for the bits of a tensor, which the numbers of its parts add up to.
 
     The bytes of the flattened tensor are read as 64-bit words, the last one filled up with zeros.
@@ -25,18 +30,19 @@ def bit_sum(part: torch.Tensor, first: int = 0, dtype: torch.dtype | None = None
         part: consecutive elements of the flattened tensor.
         first: index of the first of them.
         dtype: cast the elements to this type before.
+        device: where to sum; by default where the part is. Never has more than some of it.
 
     Returns:
-        An integer on the part's device. Waits for no device.
+        An integer on that device. Waits for no device where the part is.
     """
-    flat, dtype = part.detach().reshape(-1), dtype or part.dtype
-    words = _CPU_WORDS if part.device.type == "cpu" else _DEVICE_WORDS
+    flat, dtype, device = part.detach().reshape(-1), dtype or part.dtype, device or part.device
+    words = _CPU_WORDS if device.type == "cpu" else _DEVICE_WORDS
     size = words * _WORD_BYTES // dtype.itemsize
-    columns = _odd_numbers(part.device, _COLUMNS)
-    twice_row = _odd_numbers(part.device, words // _COLUMNS + 1) - 1
-    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    columns = _odd_numbers(device, _COLUMNS)
+    twice_row = _odd_numbers(device, words // _COLUMNS + 1) - 1
+    total = torch.zeros((), dtype=torch.int64, device=device)
     for begin in range(0, flat.numel(), size):
-        content = flat[begin : begin + size].to(dtype).view(torch.uint8)
+        content = flat[begin : begin + size].to(device).to(dtype).view(torch.uint8)
         word, before = divmod((first + begin) * dtype.itemsize, _WORD_BYTES)
         rows = -(-(before + content.numel()) // _ROW_BYTES)
         if before or content.storage_offset() % _WORD_BYTES or content.numel() % _ROW_BYTES:

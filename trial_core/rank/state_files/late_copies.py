@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trial_core.common.text_format import first_few
-from trial_core.errors import CheckpointRefused, WeightsChanged
+from trial_core.errors import WeightsChanged
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank.collectives.accelerator import (
     beside_training,
@@ -121,7 +121,7 @@ class LateCopies:
         self._watched: dict[_Place, _Watched] = {}
         self._later: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
-        self._failure: CheckpointRefused | None = None
+        self._failure: WeightsChanged | None = None
 
     def begin_save(self) -> None:
         """Wait until the last save is complete, and forget whether it was."""
@@ -160,7 +160,7 @@ class LateCopies:
         self._thread.start()
         if not self._is_proven:
             self._thread.join()
-            self._unproven = copies, watched
+            self._unproven = None if self._failure else (copies, watched)
         _pending.append(self)
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
@@ -205,9 +205,11 @@ class LateCopies:
         except _Changed:
             self.why_not = _CHANGES
             logger.warning("snapshots are copied before training continues: %s", self.why_not)
+        except RuntimeError as error:  # of an accelerator: the snapshot itself is complete
+            self.why_not = f"it could not be compared: {error}"
 
     def require_complete(self) -> None:
-        """Wait until all is copied. Raises CheckpointRefused if the copies are not of the save."""
+        """Wait until all is copied. Raises WeightsChanged if the copies are not of the save."""
         self.finish()
         if self._failure is not None:
             raise self._failure
@@ -238,7 +240,7 @@ class LateCopies:
             )
         except Exception as error:  # noqa: BLE001  # told by `require_complete`
             self.why_not = f"a late copy has failed: {type(error).__name__}: {error}"
-            self._failure = CheckpointRefused(self.why_not)
+            self._failure = WeightsChanged(self.why_not)
 
 
 _Place = tuple[torch.device, int]

@@ -42,7 +42,7 @@ def on_host(storage: torch.UntypedStorage) -> Iterator[Bytes]:
 
 
 def sampled(storage: torch.UntypedStorage, places: NDArray[np.int64]) -> torch.Tensor:
-    """The bytes at some places of a storage, on its device. Waits for no device."""
+    """The bytes at some places of a storage, on its device."""
     content = _content(storage)
     if not is_on_accelerator(content):
         return torch.from_numpy(_memory(storage)[places])

@@ -18,6 +18,7 @@ import torch
 from torch.utils.serialization import config as serialization
 
 from trial_core.errors import CheckpointError
+from trial_core.processes.machine.memory_files import SpillingFile
 from trial_core.rank.state_files.late_copies import collecting
 from trial_core.rank.state_files.storage_bytes import on_host
 
@@ -60,15 +61,18 @@ class _FilledFile:
             )
         if self._is_reserved(storage):
             return
+        if isinstance(self._file, SpillingFile):
+            # Copies that are made then use the same buffer on the host as the pieces below.
+            self._file.make_room(storage.nbytes())
         for piece in on_host(storage):
             self._file.write(piece.data)
 
     def _is_reserved(self, storage: torch.UntypedStorage) -> bool:
         """Leave room for the storage if it may be copied later, and the file is in memory."""
-        late, reserve = collecting(), getattr(self._file, "reserve", None)
-        if late is None or reserve is None or not late.takes(storage):
+        late = collecting()
+        if late is None or not isinstance(self._file, SpillingFile) or not late.takes(storage):
             return False
-        return bool(reserve(storage.nbytes(), late.copy_of(storage)))
+        return self._file.reserve(storage.nbytes(), late.copy_of(storage))
 
 
 def _pickle_that_lists(storages: list[torch.UntypedStorage]) -> Any:

@@ -6,7 +6,7 @@ import io
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -16,7 +16,7 @@ import torch
 from torch.utils.serialization import config as serialization
 
 from tests.support.fake_accelerator import fake_accelerator
-from trial_core.errors import CheckpointRefused
+from trial_core.errors import CheckpointRefused, WeightsChanged
 from trial_core.processes.machine.memory_files import MemoryFiles
 from trial_core.rank import training as loop
 from trial_core.rank.collectives import accelerator
@@ -117,16 +117,18 @@ def test_a_snapshot_is_copied_from_an_accelerator_beside_training(
     through one pinned buffer, and byte for byte what torch writes. The accelerator is a fake."""
     monkeypatch.setattr(accelerator, "HOST_BUFFER_BYTES", 4096)
     with fake_accelerator() as fake:
+        fake.set_device(3)  # of this thread
         whole, weight = training.whole(), bytes_of(training.model.weight)
         with training.saving():
             at_once, fake.streams = fake.streams, []
             assert weight not in training.file.read_bytes()
         training.step()
-        assert {*at_once} == {"first"}  # buffers
-        assert {*fake.streams} == {threading.main_thread().name}
+        assert (at_once[0], {*at_once[1:]}) == ("all", {("first", 3)})  # buffers
+        late = {*fake.streams[1:]}
+        assert (fake.streams[0], late) == ("all", {(threading.main_thread().name, 3)})
         assert len(fake.streams) >= 2 * 3 * training.model.weight.nbytes // 2048
         assert fake.pinned_bytes == 4096
-        assert fake.waits == 2
+        assert fake.entered == [3]
         training.late.require_complete()
         assert training.file.read_bytes() == training.second.read_bytes() == whole
         training.save()
@@ -263,14 +265,23 @@ def test_trained_tensors_without_a_storage_are_copied_at_once(training: Training
     assert training.file.read_bytes() == whole
 
 
-def test_what_does_not_fit_into_memory_is_copied_at_once(tmp_path: Path) -> None:
-    """Also the tensors whose room in memory had been reserved."""
+@pytest.mark.parametrize("of_accelerator", [False, True])
+def test_what_does_not_fit_into_memory_is_copied_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of_accelerator: bool
+) -> None:
+    """Also the tensors whose room in memory had been reserved; from an accelerator through the
+    buffer that they share with the one that did not fit."""
+    monkeypatch.setattr(accelerator, "HOST_BUFFER_BYTES", 4096)
     training = Training(tmp_path, limit_bytes=400_000)
+    training.model.register_buffer("longer", torch.randn(90_000))
     whole = training.whole()
     assert len(whole) > 400_000
-    training.save()
-    assert training.file.read_bytes() == whole
-    assert not training.file.is_symlink()
+    with fake_accelerator() if of_accelerator else nullcontext():
+        for _ in range(2):
+            training.save()
+            assert training.file.read_bytes() == whole
+            assert not training.file.is_symlink()
+            training.late.require_complete()
 
 
 def test_room_counts_as_taken_before_it_is_filled(tmp_path: Path) -> None:
@@ -322,6 +333,18 @@ def test_a_copy_that_fails_refuses_the_checkpoint_and_the_next_is_copied_at_once
 
     with training.saving() as late:
         late.later(fail, [])
-    with pytest.raises(CheckpointRefused, match="late copy has failed: RuntimeError: CUDA error"):
-        late.require_complete()
+    training.step()
+    with pytest.raises(WeightsChanged, match="late copy has failed: RuntimeError: CUDA error"):
+        late.require_complete()  # so the ranks save again
     assert "has failed" in late.why_not
+
+
+def test_a_first_copy_that_fails_is_not_taken_for_a_change_by_the_trial(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    training = Training(tmp_path)
+    with training.saving() as late:
+        late.later(fail, [])
+    training.step()
+    assert "out of memory" in late.why_not
