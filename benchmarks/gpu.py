@@ -98,10 +98,17 @@ def state(slots: SlotGroup, state_mib: int, turns: int) -> dict[str, float]:
     }
 
 
-def pause(slots: SlotGroup, state_mib: int, turns: int, samples: int) -> dict[str, float]:
-    """Train and save in turns, with batches of so many samples, and with either kind of copy."""
+def pause(
+    slots: SlotGroup, state_mib: int, turns: int, samples: int, passes: int
+) -> dict[str, float]:
+    """Train and save in turns, with either kind of copy.
+
+    A batch has so many samples, and so many forward passes more than it needs.
+    """
     layers = max(1, state_mib * MIB // BYTES_PER_LAYER)
-    hyperparameters = {"layers": layers, "batch_size": samples, "batches": 0, "folder": ""}
+    hyperparameters = {
+        "layers": layers, "batch_size": samples, "passes": passes, "batches": 0, "folder": ""
+    }  # fmt: skip
     paused: dict[str, list[float]] = {"eager": [], "lazy": []}
     batch: list[float] = []
     for snapshot, pauses in paused.items():
@@ -115,10 +122,13 @@ def pause(slots: SlotGroup, state_mib: int, turns: int, samples: int) -> dict[st
                 slots.request(SaveCheckpoint(uuid=checkpoint), Saved)
                 saved = time.perf_counter() - began
                 trained = slots.request(TrainBatches(until=until), Trained)
-                slots.submit(PersistCheckpoint(uuid=checkpoint)).result()
+                by_rank(slots.submit(PersistCheckpoint(uuid=checkpoint)).result())
                 slots.request(ReleaseStaging(uuid=checkpoint), Done)
                 if until > 3:  # before, lazy ones are copied at once, and compared
-                    pauses.append(saved + max(each.copy_seconds for each in trained))
+                    waited = max(each.copy_seconds for each in trained)
+                    if (waited > 0) is not (snapshot == "lazy"):
+                        sys.exit(f"{snapshot}: the next step has waited {waited} s for copies")
+                    pauses.append(saved + waited)
                     batch.append(max(each.seconds - each.copy_seconds for each in trained))
     median = {name: statistics.median(values) for name, values in paused.items()}
     return {
@@ -174,14 +184,15 @@ def main() -> None:
     parser.add_argument("--state-mib", type=int, default=4096, help="state of model and optimizer")
     parser.add_argument("--turns", type=int, default=5, help="checkpoints")
     parser.add_argument(
-        "--samples", type=int, default=16384, help="samples of a batch beside a late copy"
+        "--samples", type=int, default=4096, help="samples of a batch beside a late copy"
     )
+    parser.add_argument("--passes", type=int, default=64, help="forward passes more in it")
     parser.add_argument("--on-cpu", action="store_true", help="for testing the benchmark only")
     given = parser.parse_args()
     with launched(ranks_here(given.on_cpu)) as slots:
         figures, targets = loops(slots, given.pairs, given.batches)
         figures |= state(slots, given.state_mib, given.turns)
-        figures |= pause(slots, given.state_mib, given.turns, given.samples)
+        figures |= pause(slots, given.state_mib, given.turns, given.samples, given.passes)
     conclude(figures, {**targets, **STATE_TARGETS})
 
 

@@ -32,7 +32,7 @@ class StateTrial(DeepSpeedTrial):
     - pinned_bytes: the most pinned host memory that torch has held so far.
 
     Hyperparameters: layers, batches (a turn of bare training), folder (for DeepSpeed's checkpoint),
-    batch_size (by default 1).
+    batch_size (by default 1), passes (more forward passes than training needs; by default 0).
     """
 
     def __init__(self, context: DeepSpeedTrialContext) -> None:
@@ -42,6 +42,9 @@ class StateTrial(DeepSpeedTrial):
 
     def train_batch(self, dataloader_iter: Any, epoch_idx: int, batch_idx: int) -> dict[str, Any]:
         (batch,) = self.context.to_device(next(dataloader_iter))
+        with torch.no_grad():
+            for _ in range(self.context.get_hparams().get("passes", 0)):
+                self.engine.module(batch)
         return {"loss": self._train(batch)}
 
     def evaluate_batch(self, dataloader_iter: Any, batch_idx: int) -> dict[str, Any]:

@@ -93,7 +93,9 @@ def test_the_gpu_benchmark_refuses_a_machine_without_one(monkeypatch: pytest.Mon
 @pytest.mark.slots
 def test_the_gpu_benchmark_ends_with_one_line_of_json() -> None:
     """A short run, on CPU ranks, has a figure for every target."""
-    outcome = outcome_of("gpu --on-cpu --pairs 1 --batches 2 --state-mib 16 --turns 1 --samples 8")
+    outcome = outcome_of(
+        "gpu --on-cpu --pairs 1 --batches 2 --state-mib 16 --turns 1 --samples 8 --passes 1"
+    )
     loops = {"ratio_small_2_ranks", "trialflow_pytorch_small_2_ranks"}
     assert outcome["targets"].keys() == loops | STATE_TARGETS.keys() <= outcome["figures"].keys()
     may_be_less = ("added", "pinned")  # a difference, and what a CPU rank does not have

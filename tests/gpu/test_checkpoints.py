@@ -64,7 +64,8 @@ def test_a_snapshot_is_of_its_batch_though_training_goes_on(
                 slots.request(PersistCheckpoint(uuid=uuid), Persisted)
                 slots.request(ReleaseStaging(uuid=uuid), Done)
         if trained_on:
-            slots.request(TrainBatches(until=3 + trained_on), Trained)
+            (trained,) = slots.request(TrainBatches(until=3 + trained_on), Trained)
+            assert (trained.copy_seconds > 0) is (snapshot == "lazy")
         slots.request(PersistCheckpoint(uuid=name), Persisted)
         slots.request(ReleaseStaging(uuid=name), Done)
         return tensors(tmp_path / "checkpoints" / "checkpoints" / name)

@@ -244,7 +244,7 @@ class Launch:
         world_size: the number of ranks of this launch; 0 before that is known.
         script_events: the reports of a script, and in the end its results.
         has_failed: True once an error has ended the launch; stages of the user's own are killed.
-        has_refused: True if the last upload was refused, as a rank had copied changed weights.
+        has_refused: True if the last upload was refused, as a rank had copied wrong weights.
     """
 
     slots: SlotGroup

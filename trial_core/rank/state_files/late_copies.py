@@ -165,7 +165,8 @@ class LateCopies:
 
     def takes(self, storage: torch.UntypedStorage) -> bool:
         """Return whether a storage's copy can be left to the thread."""
-        return _place(storage) in self._unchanged
+        is_readable = storage.device.type == "cpu" or has_accelerator()
+        return is_readable and _place(storage) in self._unchanged
 
     def copy_of(self, storage: torch.UntypedStorage) -> Callable[[memoryview], None]:
         """What copies a storage that `takes` has accepted."""
@@ -206,7 +207,8 @@ class LateCopies:
             self.why_not = _CHANGES
             logger.warning("snapshots are copied before training continues: %s", self.why_not)
         except RuntimeError as error:  # of an accelerator: the snapshot itself is complete
-            self.why_not = f"it could not be compared: {error}"
+            self.why_not = f"a copy could not be compared: {error}"
+            logger.warning("snapshots are copied before training continues: %s", self.why_not)
 
     def require_complete(self) -> None:
         """Wait until all is copied. Raises WeightsChanged if the copies are not of the save."""
