@@ -69,7 +69,7 @@ class Driven:
             if psutil.pid_exists(pid):
                 os.kill(pid, signal.SIGKILL)
         self._process.wait()
-        assert wait_until_gone(all_of_it, 30) == []
+        assert wait_until_gone(all_of_it, 300) == []  # the sender sends the rest before it ends
         self.start()
 
     def has_trained(self, batch: int) -> bool:
